@@ -160,10 +160,10 @@ def test_auto_asks_once_per_call_and_device(fakes) -> None:
 
 def test_answers_of_ragged_batches_do_not_pile_up(fakes, monkeypatch) -> None:
     fakes(only=YES)
-    monkeypatch.setattr(registry, "_MANY_ANSWERS", 8)
+    monkeypatch.setattr(registry, "_CACHE_LIMIT", 8)
     for rows in range(50):
         pick("fake", "auto", QuantizeCall(rows, 32, Spec.parse("e4m3:row")), CPU)
-        assert len(registry._ANSWERS) <= 8
+        assert len(registry._CACHE) <= 8
 
 
 def test_auto_without_any_raises_every_reason(fakes) -> None:

@@ -37,7 +37,7 @@ def test_a_conversion_names_the_kernel_and_who_refused() -> None:
     assert "fprop=e4m3:row@e4m3:row/auto (reference on cpu)" in summary.converted["0"]
     assert "wgrad=e4m3:row@e4m3:row/auto (reference on cpu)" in repr(model[1])
     (note,) = summary.notes
-    assert note.startswith("auto is reference on cpu in 2 linears; refused: torch")
+    assert note.startswith("auto is reference on cpu for 2 linears; refused: torch")
     assert "needs a CUDA GPU, not cpu" in note
     assert note in str(summary)
     assert "deepgemm: takes 1x128" in note
@@ -67,7 +67,7 @@ def test_a_kernel_that_depends_on_what_it_writes_is_named_for_both(monkeypatch: 
             return YES if call.out_dtype == torch.bfloat16 else no("writes bf16 only")
 
     monkeypatch.setitem(registry._LOADED, "scaled_mm.torch", Fake())
-    registry._ANSWERS.clear()
+    registry._CACHE.clear()
     try:
         settled, picks = settle(bound_by("rowwise"), weight_on(CPU))
         assert settled.fprop is not None
@@ -79,7 +79,7 @@ def test_a_kernel_that_depends_on_what_it_writes_is_named_for_both(monkeypatch: 
         assert half.fprop is not None
         assert half.fprop.picked == "torch on cpu"
     finally:
-        registry._ANSWERS.clear()
+        registry._CACHE.clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without a GPU says of one")
@@ -178,7 +178,7 @@ def test_measured_rows_decide_what_auto_runs_and_are_cited(monkeypatch: pytest.M
         return SimpleNamespace(backend="triton", source="database row of today")
 
     monkeypatch.setattr(auto, "fastest_backend", fastest)
-    registry._ANSWERS.clear()
+    registry._CACHE.clear()
     try:
         elsewhere, _ = settle(bound_by("rowwise"), weight_on(CUDA), rows=4096)
         assert elsewhere.fprop.picked == "triton on cuda, fastest by database row of today"  # type: ignore[union-attr]
@@ -193,4 +193,4 @@ def test_measured_rows_decide_what_auto_runs_and_are_cited(monkeypatch: pytest.M
         assert model(torch.randn(5, 16)).isfinite().all()  # a call that it cannot take goes to one that can
         assert (first.ran, second.ran) == (0, 1)
     finally:
-        registry._ANSWERS.clear()
+        registry._CACHE.clear()

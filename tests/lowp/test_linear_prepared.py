@@ -131,7 +131,7 @@ def test_compiled_by_inductor_odd_widths_are_the_same(padding: SimpleNamespace) 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torchs_own_kernels_on_odd_widths(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setattr(library, "supports", lambda call, device: YES)  # as if this CPU were a GPU
-    monkeypatch.setattr(registry, "_ANSWERS", {})  # which keeps that answer
+    monkeypatch.setattr(registry, "_CACHE", {})  # which keeps that answer
     model, fresh = (nn.Sequential(nn.Linear(13, 27), nn.Linear(27, 479)) for _ in range(2))
     fresh.load_state_dict(model.state_dict())
     convert(model, recipe=recipe, backend="torch")

@@ -1,4 +1,4 @@
-"""kernels: compute. The registry, and one folder per op with one file per backend; `reference.py` is the law."""
+"""kernels: the compute ops. One folder per op, one file per backend; `reference.py` defines the correct result."""
 
 from loka.kernels.backend import Backend, UnsupportedError, Verdict
 from loka.kernels.registry import BACKENDS, backend, pick, verdicts

@@ -1,16 +1,19 @@
-"""The only interface a backend meets.
+"""The interface that every backend implements.
 
-A backend is a module: one file `kernels/<op>/<name>.py` with
+A backend is a module, one file `kernels/<op>/<name>.py`, with
 
-    supports(call, device) -> Verdict        pure, never raises, always explains a no
-    run(*operands, **options) -> outputs     functional: fresh outputs, no state
+    supports(call, device) -> Verdict        pure, never raises, always gives the reason for a refusal
+    run(*operands, **options) -> outputs     functional: new outputs, no state
 
-and, where it lays weights out in a way of its own before it multiplies them, a third one, so that this can be done once (`loka.kernels.prepared`):
+A backend that pads or reorders weights before a GEMM adds a third function, so that this is done once per weight
+(`loka.kernels.prepared`):
 
-    prepare(weight, a) -> QTensor            the weight for products with operands of Spec a: the same values, and `run` gives the same bits
+    prepare(weight, a) -> QTensor            the same values, laid out for GEMMs with operands of Spec a; `run` returns
+                                             the same bits with it
 
-A backend without `prepare` takes weights as they are. `call` describes the operation without tensors (shapes, Specs, dtypes), so that a plan can be made on a machine that cannot run it. Third-party
-libraries are imported inside these functions only; an absent one is a Verdict, not an ImportError.
+`call` describes the operation without tensors (shapes, Specs, dtypes), so that a plan can be made on a machine that
+cannot run it. Third-party libraries are imported inside these functions only; a missing one is a Verdict, not an
+ImportError.
 """
 
 from dataclasses import dataclass
@@ -22,11 +25,11 @@ import torch
 
 @dataclass(frozen=True)
 class Verdict:
-    """Yes, or no with the reason.
+    """Whether a backend supports a call. Truthy if it does.
 
     Args:
-        ok: yes.
-        reason: of a no.
+        ok: True if the call is supported.
+        reason: why it is not; required if `ok` is False.
 
     Example:
         >>> bool(Verdict(False, "needs a GPU"))
@@ -50,34 +53,35 @@ YES = Verdict(True)
 
 
 def no(reason: str) -> Verdict:
-    """A refusal."""
+    """Return a refusal with its reason."""
     return Verdict(False, reason)
 
 
 class Backend(Protocol):
-    """What the registry hands out: a module with these two functions, and `prepare` where it has one (`registry.prepare` knows).
+    """The type of a backend module: these two functions, and optionally `prepare` (called through `registry.prepare`).
 
-    On a GPU its operands have rows at multiples of 16 bytes, unless it says `any_alignment = True`: then it gets them as they lie, and is judged so.
+    On a GPU the rows of its operands start at multiples of 16 bytes. A backend that sets `any_alignment = True`
+    receives operands of any alignment, and conformance tests it with them.
 
     Example:
         >>> registry.backend("scaled_mm", "reference").supports(call, torch.device("cpu"))
     """
 
     def supports(self, call: Any, device: Any) -> Verdict:
-        """Whether this backend can run the call on the device, and if not, why."""
+        """Return whether this backend can run the call on the device, and if not, why."""
         ...
 
     def run(self, *operands: Any, **options: Any) -> Any:
-        """Compute."""
+        """Run the op and return new outputs."""
         ...
 
 
 class UnsupportedError(ValueError):
-    """An explicit request that cannot be honoured. The message carries every reason."""
+    """Raised when no requested backend can run a call. The message carries every reason."""
 
 
 def require_library(module: str, extra: str) -> Verdict:
-    """Whether an optional library can be imported; the reason carries the install line."""
+    """Check whether an optional library can be imported; a refusal says how to install it."""
     try:
         import_module(module)
     except Exception as error:  # a broken install raises anything from ImportError to OSError (missing .so)

@@ -1,13 +1,16 @@
-"""Kernels as torch ops: a compiler sees one call and not the Python behind it, and calling one costs little.
+"""Register kernels as torch ops with low call overhead. A compiler sees one opaque call instead of Python code.
 
-`torch.library.custom_op` registers the same with more in front of it (its own autograd, checks of aliases, versions of mutated tensors): 30 to 45 us a call on a CPU, where this
-takes 8. A step of a Wukong makes hundreds of them, and without a CUDA graph a GPU waits for that.
+`torch.library.custom_op` does the same with more layers in front (its own autograd, alias checks, versions of mutated
+tensors): 30 to 45 us a call on a CPU, compared with 8 here. One step of a Wukong calls hundreds of ops, and
+without a CUDA graph the GPU waits for the host.
 
-An op that is not given to `differentiate` has no gradient: the autograd functions that call these write theirs down. Whoever differentiates through one all the same gets an error:
-torch alone would warn once and hand back no gradient.
+An op has no gradient unless it is passed to `differentiate`; the autograd functions that call these ops define their
+own. Differentiating through such an op raises, where torch alone would warn once and return no gradient.
 
-The dispatcher's way in and out costs half of what an op of ours costs the host: twenty arguments, and empty tensors in place of absent results. It is taken where somebody is on that way: a
-compiler, a tracer, a mode, a transform, a profiler, a subclass of tensors, autograd. Else `invoke` calls the function; and so does what a compiler has written down, the op itself (`_shorten`).
+Half of an op's host time is the dispatcher: converting twenty arguments, and making empty tensors for absent results.
+So the dispatcher is used only if something needs to see the call: a compiler, a tracer, a mode, a transform, a
+profiler, a tensor subclass or autograd. Otherwise `invoke` calls the Python function directly, and so does the op
+itself when compiled code calls it (`_bypass_dispatcher`).
 """
 
 import sys
@@ -21,21 +24,23 @@ from torch.autograd import forward_ad
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 Function = Callable[..., Any]
-_functions: dict[Any, Function] = {}  # of ops
+_functions: dict[Any, Function] = {}  # op -> the Python function that implements it
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag] = ()) -> Callable[[Function], Any]:
-    """A function as the torch op `loka::NAME`. A result that is None is an empty tensor of float32 in what the op returns: its signature is fixed.
+    """Register a function as the torch op `loka::NAME`.
+
+    An op's signature is fixed, so the op returns an empty float32 tensor for a result that is None.
 
     Args:
-        name: without the namespace.
-        mutates: arguments that are written to.
-        tags: of torch, beside the one that says that compilers may see it.
+        name: the op's name, without the namespace.
+        mutates: names of the arguments that are written in place.
+        tags: torch tags to add to `pt2_compliant_tag`.
 
     Returns:
-        A decorator; what it makes is called like the function, or by `invoke`, and given to `fake_of`.
+        A decorator that returns the op. Call it like the function or through `invoke`, and pass it to `fake_of`.
 
     Example:
         >>> @torch_op("twice")
@@ -47,31 +52,34 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
     def register(function: Function) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
-        placed = on_device(function)
-        _LIBRARY.impl(name, _bar(name, _whole(placed)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        implementation = on_device(function)
+        kernel = _forbid_gradient(name, _fill_absent_results(implementation))
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         op = getattr(torch.ops.loka, name).default
-        _shorten(op, placed)  # before anybody has asked for its hash, which is that of what it calls
-        _functions[op] = placed
+        _bypass_dispatcher(op, implementation)  # before the op is hashed: its hash is that of `op._op`
+        _functions[op] = implementation
 
-        def below(*args: Any, **kwargs: Any) -> Any:
+        def below_autograd(*args: Any, **kwargs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
 
-        # asked by tracers alone, which do not run the function
-        op.py_impl(torch._C.DispatchKey.Autograd)(_bar(name, below))
+        # only tracers use this kernel; they do not run the function
+        op.py_impl(torch._C.DispatchKey.Autograd)(_forbid_gradient(name, below_autograd))
         return op
 
     return register
 
 
 def on_device(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run with the GPU of its tensors as the current one, as torch's own ops are: Triton launches on the current one, which is another for a model on cuda:1 in a process that chose none.
+    """Wrap a function so that the GPU of its tensors is the current device while it runs, as torch's own ops do.
+
+    Triton launches on the current device, which is cuda:0 by default even if the model is on cuda:1.
 
     Args:
-        function: of tensors, at least one of them positional.
+        function: takes at least one tensor as a positional argument.
 
     Returns:
-        What is called in its place.
+        The wrapped function.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,69 +96,71 @@ def on_device(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def invoke(op: Any, *args: Any) -> Any:
-    """Call an op in the cheapest way that nobody can tell from `op(*args)`, but for results that are absent: those may be None instead of empty.
+    """Call an op, skipping the dispatcher if nothing needs it.
+
+    Equivalent to `op(*args)`, except that an absent result may be None instead of an empty tensor.
 
     Args:
-        op: of `torch_op`, and not given to `differentiate`.
-        args: all of its arguments, none of them a list of tensors.
+        op: an op made by `torch_op` that was not passed to `differentiate`.
+        args: all of its arguments; none may be a list of tensors.
 
     Returns:
-        What the function returns, or the op.
+        The result of the op or of its function.
 
     Example:
         >>> with torch.no_grad():
         ...     y = invoke(twice, x)
     """
-    if torch.compiler.is_compiling() or _is_followed(args):
+    if torch.compiler.is_compiling() or _needs_dispatcher(args):
         return op(*args)
     return _functions[op](*args)
 
 
-def _shorten(op: Any, function: Function) -> None:
-    """Let compiled code, which calls the op, go by the dispatcher only where it must."""
+def _bypass_dispatcher(op: Any, function: Function) -> None:
+    """Make calls of the op, which is what compiled code contains, skip the dispatcher if nothing needs it."""
     dispatched = op._op
-    empty: dict[tuple[torch.device, int], Tensor] = {}  # for results that are absent: nobody reads or writes them
+    empty: dict[tuple[torch.device, int], Tensor] = {}  # stand-ins for absent results, never read or written
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not call.direct or torch.compiler.is_compiling() or _is_followed(args):  # type: ignore[attr-defined]
+        if kwargs or not call.direct or torch.compiler.is_compiling() or _needs_dispatcher(args):  # type: ignore[attr-defined]
             return dispatched(*args, **kwargs)
         found = function(*args)
         if type(found) is not tuple:
             return found
         device = args[0].device
-        return tuple([fill(device, place) if result is None else result for place, result in enumerate(found)])
+        return tuple([empty_at(device, i) if result is None else result for i, result in enumerate(found)])
 
-    def fill(device: torch.device, place: int) -> Tensor:
-        """One tensor for a place, kept: compiled code checks that no two results of an op are the same tensor."""
-        nothing = empty.get((device, place))
-        if nothing is None:
-            with torch.inference_mode(False):  # it outlives the block it is made in
-                nothing = empty[device, place] = torch.empty(0, dtype=torch.float32, device=device)
-        return nothing
+    def empty_at(device: torch.device, index: int) -> Tensor:
+        """Return the cached stand-in for result `index`. Compiled code checks that no two results are one tensor."""
+        tensor = empty.get((device, index))
+        if tensor is None:
+            with torch.inference_mode(False):  # cached beyond this call, so it must not be an inference tensor
+                tensor = empty[device, index] = torch.empty(0, dtype=torch.float32, device=device)
+        return tensor
 
-    call.direct = True  # type: ignore[attr-defined]  # until it is given a gradient, for which the dispatcher is needed
+    call.direct = True  # type: ignore[attr-defined]  # `differentiate` clears it: gradients need the dispatcher
     op._op = call
 
 
 _dispatch_modes: Function = torch._C._len_torch_dispatch_stack
 _function_modes: Function = torch._C._len_torch_function_stack
-_transform: Function = torch._C._functorch.peek_interpreter_stack
-_traced: Function = torch._C._get_tracing_state
-_profiled: Function = torch._C._autograd._profiler_enabled
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list})
+_current_transform: Function = torch._C._functorch.peek_interpreter_stack
+_tracing_state: Function = torch._C._get_tracing_state
+_profiler_enabled: Function = torch._C._autograd._profiler_enabled
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list})
 
 
-def _is_followed(args: tuple[Any, ...]) -> bool:
-    """Whether torch does more in a call than to call."""
-    if torch.is_grad_enabled() or _dispatch_modes() or _function_modes() or _transform() is not None:
+def _needs_dispatcher(args: tuple[Any, ...]) -> bool:
+    """Return True if autograd, a mode, a transform, a tracer, a profiler or a tensor subclass must see the call."""
+    if torch.is_grad_enabled() or _dispatch_modes() or _function_modes() or _current_transform() is not None:
         return True
-    if _traced() is not None or _profiled() or forward_ad._current_level >= 0:
+    if _tracing_state() is not None or _profiler_enabled() or forward_ad._current_level >= 0:
         return True
-    return not _PLAIN.issuperset(map(type, args)) or bool(getattr(args[0], "is_meta", False))
+    return not _PLAIN_TYPES.issuperset(map(type, args)) or bool(getattr(args[0], "is_meta", False))
 
 
-def _whole(function: Function) -> Function:
-    """The function, with empty tensors in place of results that are None."""
+def _fill_absent_results(function: Function) -> Function:
+    """Wrap a function so that it returns empty tensors in place of None."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
@@ -163,7 +173,7 @@ def _whole(function: Function) -> Function:
 
 
 class _NoGradient(torch.autograd.Function):
-    """The identity, whose backward raises."""
+    """An identity whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, name: str, output: Tensor, *inputs: Tensor) -> Tensor:
@@ -177,8 +187,11 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def _bar(name: str, function: Function) -> Function:
-    """The function, whose results raise where somebody differentiates them, and which raises in forward mode. Autograd functions call ops with gradients off and pay for one question."""
+def _forbid_gradient(name: str, function: Function) -> Function:
+    """Wrap a function so that backward through its results raises, and forward-mode AD raises at once.
+
+    Autograd functions call ops with gradients disabled and pay only for that check.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and _has_tangent((*args, *kwargs.values())):
@@ -190,8 +203,8 @@ def _bar(name: str, function: Function) -> Function:
             found = function(*args, **kwargs)
 
         def mark(output: Any) -> Any:
-            barred = bool(needed) and isinstance(output, Tensor) and output.is_floating_point()
-            return _NoGradient.apply(name, output, *needed) if barred else output  # type: ignore[no-untyped-call]
+            differentiable = bool(needed) and isinstance(output, Tensor) and output.is_floating_point()
+            return _NoGradient.apply(name, output, *needed) if differentiable else output  # type: ignore[no-untyped-call]
 
         return type(found)(map(mark, found)) if type(found) in (tuple, list) else mark(found)
 
@@ -199,7 +212,10 @@ def _bar(name: str, function: Function) -> Function:
 
 
 def _has_tangent(args: tuple[Any, ...]) -> bool:
-    """Whether forward-mode differentiation would be lost here. torch.func takes tangents off before it calls, so that inside of its jvp every call counts."""
+    """Return True if the call would lose a forward-mode tangent.
+
+    torch.func strips tangents before it calls the op, so every call inside its jvp counts.
+    """
     transforms = sys.modules.get("torch._functorch.eager_transforms")
     if getattr(transforms, "JVP_NESTING", 0):
         return True
@@ -207,25 +223,25 @@ def _has_tangent(args: tuple[Any, ...]) -> bool:
 
 
 def fake_of(op: Any) -> Callable[[Function], Function]:
-    """Register what an op returns for tensors without data: shapes, types and strides.
+    """Register the fake (meta) implementation of an op: the shapes, dtypes and strides of its results.
 
     Args:
-        op: of `torch_op`.
+        op: an op made by `torch_op`.
 
     Returns:
-        A decorator for the function that says it.
+        A decorator for the fake implementation.
     """
     register: Callable[[Function], Function] = torch.library.register_fake(op, lib=_LIBRARY)
     return register
 
 
 def differentiate(op: Any, backward: Function, *, save: Function) -> None:
-    """Give an op its gradient.
+    """Register the gradient of an op.
 
     Args:
-        op: of `torch_op`.
+        op: an op made by `torch_op`.
         backward: (ctx, *gradients) -> gradients of the arguments.
-        save: (ctx, inputs, output) -> None, what backward needs.
+        save: (ctx, inputs, output) -> None, saves what backward needs.
     """
     op.py_kernels.pop(torch._C.DispatchKey.Autograd)
     del _functions[op]

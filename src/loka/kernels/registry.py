@@ -1,7 +1,8 @@
-"""Which backends exist for each op. Adding a kernel is one file and one row here.
+"""The registry of backends by op. Adding a kernel takes one file and one entry here.
 
-Nothing is imported until a backend is asked for. `pick` never substitutes: an explicit name that cannot run raises with its reason, and `auto`
-returns what it chose together with everything that refused. What is in BY_NAME `auto` never picks.
+Backends are imported lazily, on first use. `pick` never substitutes silently: a named backend that cannot run the call
+raises with its reason, and `auto` returns its choice together with the reasons of every backend that refused. `auto`
+never picks a backend listed in `BY_NAME`.
 """
 
 import warnings
@@ -17,7 +18,8 @@ import torch
 from loka.formats import QTensor, Spec
 from loka.kernels.backend import Backend, UnsupportedError, Verdict
 
-# In order of preference for `auto`: dispatch replaces this order by measured times, the order only decides where nothing was measured.
+# In the order in which `auto` tries them. Dispatch passes a measured preference; the order decides where nothing was
+# measured.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "quantize": ("triton", "compiled", "reference"),
     "norm_quantize": ("triton", "reference"),
@@ -36,10 +38,10 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "embedding_update": ("triton", "reference"),
 }
 
-# Backends that `auto` passes over, and why: they are for callers who ask for them by name.
+# Backends that `auto` skips, and why. They run only when named.
 BY_NAME: dict[tuple[str, str], str] = {
-    ("quantize", "compiled"): "is only asked for by name: it is fast inside torch.compile, and slow outside",
-    ("embedding_bag", "fbgemm"): "is only asked for by name: results would depend on what is installed",
+    ("quantize", "compiled"): "must be asked for by name: it is fast inside torch.compile, and slow outside",
+    ("embedding_bag", "fbgemm"): "must be asked for by name: otherwise results would depend on what is installed",
 }
 
 _LOADED: dict[str, ModuleType] = {}
@@ -47,30 +49,31 @@ _LOADED: dict[str, ModuleType] = {}
 
 @dataclass(frozen=True)
 class Selection:
-    """A backend that will run, and why the ones before it will not."""
+    """The chosen backend, and why each backend tried before it refused."""
 
     name: str
     backend: Backend
     refusals: dict[str, str]
 
 
-_Question = tuple[str, Any, torch.device, tuple[str, ...] | None, str | None, bool]  # last: of that backend alone
-_ANSWERS: dict[_Question, Selection] = {}
-_MANY_ANSWERS = 4096
+# op, call, device, backends offered, backend asked for or preferred, whether only that backend may run
+_CacheKey = tuple[str, Any, torch.device, tuple[str, ...] | None, str | None, bool]
+_CACHE: dict[_CacheKey, Selection] = {}
+_CACHE_LIMIT = 4096
 
 
 def backend(op: str, name: str) -> Backend:
-    """The module of one backend, imported when it is first asked for.
+    """Return the module of a backend, importing it on first use.
 
     Args:
-        op: of the registry.
-        name: of the backend.
+        op: a key of `BACKENDS`.
+        name: one of the op's backends.
 
     Returns:
         A module with `supports` and `run`.
 
     Raises:
-        ValueError: no such op or backend; the message lists them.
+        ValueError: no such op or backend; the message lists the valid ones.
 
     Example:
         >>> backend("scaled_mm", "reference").supports(call, torch.device("cpu"))
@@ -80,20 +83,24 @@ def backend(op: str, name: str) -> Backend:
     if name not in BACKENDS[op]:
         raise ValueError(f"{op} has no backend {name!r}; backends are {', '.join(BACKENDS[op])}")
     key = f"{op}.{name}"
-    if key not in _LOADED:  # torch.compile cannot trace an import: `load` does it before the first traced call
+    if key not in _LOADED:  # torch.compile cannot trace an import; `load` imports beforehand
         _LOADED[key] = import_module(f"loka.kernels.{key}")
     return cast(Backend, _LOADED[key])
 
 
 def load(op: str) -> None:
-    """Import the backends of an op, so that later look-ups can be traced by torch.compile without a graph break."""
+    """Import all backends of an op, so that torch.compile can trace later lookups without a graph break."""
     for name in BACKENDS[op]:
         backend(op, name)
 
 
 @contextmanager
 def offering(names: Collection[str]) -> Iterator[None]:
-    """Inside this block no other backends exist: `auto` does not see them, preferred or not, and asking for one by name raises. An op that has none of them keeps its own."""
+    """Restrict the registry to the backends `names` inside the block.
+
+    `auto` does not see any other backend, even a preferred one, and asking for one by name raises. An op that has none
+    of `names` keeps all of its backends.
+    """
     before = dict(BACKENDS)
     kept = {op: tuple(name for name in found if name in names) for op, found in before.items()}
     BACKENDS.update({op: found for op, found in kept.items() if found})
@@ -104,15 +111,15 @@ def offering(names: Collection[str]) -> Iterator[None]:
 
 
 def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
-    """What every backend of an op says to a call.
+    """Ask every backend of an op whether it supports a call.
 
     Args:
-        op: of the registry.
-        call: what would be run.
-        device: where.
+        op: a key of `BACKENDS`.
+        call: the op's call description, for example a `MatmulCall`.
+        device: the device it would run on.
 
     Returns:
-        Yes, or no with the reason, by backend.
+        The verdicts by backend name; a refusal carries its reason.
 
     Example:
         >>> {name: v.reason for name, v in verdicts("scaled_mm", call, torch.device("cpu")).items()}
@@ -121,83 +128,82 @@ def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
 
 
 def prepare(op: str, name: str, weight: QTensor, a: Spec) -> QTensor:
-    """A weight as a backend reads it beside operands of Spec `a`; the weight itself where the backend lays nothing out."""
+    """Lay a weight out for a backend and activations of Spec `a`; return it as is if the backend needs no layout."""
     return prepare_for(backend(op, name), weight, a)
 
 
 def prepare_for(chosen: Any, weight: QTensor, a: Spec) -> QTensor:
-    """`prepare` for a backend at hand, which may be anybody's."""
-    lay_out = getattr(chosen, "prepare", None)
-    prepared: QTensor = weight if lay_out is None else lay_out(weight, a)
+    """Like `prepare`, for a backend object that need not be in the registry."""
+    prepare_weight = getattr(chosen, "prepare", None)
+    prepared: QTensor = weight if prepare_weight is None else prepare_weight(weight, a)
     return prepared
 
 
 def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | None = None) -> Selection:
-    """A backend for a call.
+    """Choose a backend for a call. On a GPU, warn if `auto` ends at the reference backend.
 
     Args:
-        op: of the registry.
-        name: a backend, or `auto`: the preferred one where it can run the call, else the first that can.
-        call: what is to be run.
-        device: where.
-        prefer: what `auto` tries first.
+        op: a key of `BACKENDS`.
+        name: a backend, or "auto" for `prefer` if it supports the call, else the first backend that does.
+        call: the op's call description, for example a `MatmulCall`.
+        device: the device it runs on.
+        prefer: the backend that "auto" tries first.
 
     Returns:
-        The backend, and who refused before it.
+        The backend, and the reasons of those that refused before it.
 
     Raises:
-        UnsupportedError: a named backend cannot; the message has its reason.
+        UnsupportedError: the named backend, or with "auto" every backend, refuses the call; the message has the
+            reasons.
 
     Example:
         >>> pick("scaled_mm", "auto", call, torch.device("cpu")).name
         'reference'
     """
     if name != "auto":
-        return _remembered((op, call, device, BACKENDS.get(op), name, True), lambda: _ask_one(op, name, call, device))
+        return _cached((op, call, device, BACKENDS.get(op), name, True), lambda: _select_named(op, name, call, device))
     chosen = first(op, call, device, prefer=prefer)
     if chosen.name == "reference" and device.type == "cuda":
-        _warn_of_emulation(op, call, chosen.refusals)
+        _warn_emulated(op, call, chosen.refusals)
     return chosen
 
 
 def first(op: str, call: Any, device: torch.device, *, prefer: str | None = None) -> Selection:
-    """The first backend that can run a call, without a word about it; `prefer` is asked before the others.
+    """Return the first backend that supports a call, trying `prefer` first. Unlike `pick`, it never warns.
 
-    Asking all backends in every call cost the host up to 70 us where many refuse, so an answer is kept: what a backend supports depends on the call, the device and what is
-    installed, and none of these changes under a running process.
+    Asking all backends in every call cost the host up to 70 us where many refuse, so selections are cached. They depend
+    on the call, the device and the installed libraries, none of which changes while the process runs.
     """
-    return _remembered(
-        (op, call, device, BACKENDS.get(op), prefer, False), lambda: _ask_in_order(op, call, device, prefer)
-    )
+    return _cached((op, call, device, BACKENDS.get(op), prefer, False), lambda: _select_first(op, call, device, prefer))
 
 
-def _remembered(key: _Question, ask: Callable[[], Selection]) -> Selection:
-    """The answer to a question that may have been asked before; a refusal raises, and is not kept."""
-    if torch.compiler.is_compiling():  # asked once, while tracing
-        return ask()
+def _cached(key: _CacheKey, select: Callable[[], Selection]) -> Selection:
+    """Return the cached selection for `key`, or make it. A refusal raises and is not cached."""
+    if torch.compiler.is_compiling():  # runs once, while tracing
+        return select()
     try:
-        known = _ANSWERS.get(key)
+        known = _CACHE.get(key)
     except TypeError:  # a symbolic shape has no hash
-        return ask()
+        return select()
     if known is None or known.backend is not _LOADED.get(f"{key[0]}.{known.name}"):
-        known = ask()
-        if len(_ANSWERS) >= _MANY_ANSWERS:  # ragged batches: every number of rows is another call
-            _ANSWERS.clear()
-        _ANSWERS[key] = known
+        known = select()
+        if len(_CACHE) >= _CACHE_LIMIT:  # ragged batches: each row count is a different call
+            _CACHE.clear()
+        _CACHE[key] = known
     return known
 
 
-def _ask_one(op: str, name: str, call: Any, device: torch.device) -> Selection:
+def _select_named(op: str, name: str, call: Any, device: torch.device) -> Selection:
     verdict = backend(op, name).supports(call, device)
     if not verdict:
         raise UnsupportedError(f"{op} backend {name!r} cannot run {call} on {device}: {verdict.reason}")
     return Selection(name, backend(op, name), {})
 
 
-def _ask_in_order(op: str, call: Any, device: torch.device, prefer: str | None = None) -> Selection:
+def _select_first(op: str, call: Any, device: torch.device, prefer: str | None = None) -> Selection:
     refusals: dict[str, str] = {}
     order = BACKENDS[op]
-    if prefer in order:  # a row of the performance database may prefer what `offering` has taken away
+    if prefer in order:  # the performance database may prefer a backend that `offering` has removed
         order = (prefer, *(name for name in order if name != prefer))
     for candidate in order:
         if (op, candidate) in BY_NAME and candidate != prefer:
@@ -211,9 +217,9 @@ def _ask_in_order(op: str, call: Any, device: torch.device, prefer: str | None =
     raise UnsupportedError(f"no backend of {op} can run {call} on {device}:\n{reasons}")
 
 
-def _warn_of_emulation(op: str, call: Any, refusals: dict[str, str]) -> None:
-    """On a GPU nobody expects emulation: say it, once per call site. torch.compile cannot trace a warning: for linears `loka.convert` has said it before."""
-    if torch.compiler.is_compiling():
+def _warn_emulated(op: str, call: Any, refusals: dict[str, str]) -> None:
+    """Warn, once per call site, that a GPU call runs in the slow reference backend."""
+    if torch.compiler.is_compiling():  # cannot trace a warning; for linears `loka.convert` has already warned
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     warnings.warn(f"{op} {call} runs emulated on the GPU, no kernel can: {reasons}", stacklevel=3)
