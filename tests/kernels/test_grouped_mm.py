@@ -123,7 +123,7 @@ def test_every_refusal_says_why() -> None:
     assert "e4m3 only" in said("deepgemm", GroupedCall(4, 128, 64, 2))
     assert "row x row or" in said("triton", GroupedCall(4, 128, 64, 2, ROW, SQUARE, **fp8))
     assert "whole 128-wide blocks" in said("triton", GroupedCall(4, 128, 64, 2, GROUP, SQUARE, **fp8, swiglu=True))
-    assert "quantises to e4m3 under 1x128" in said("triton", GroupedCall(4, 16, 256, 2, swiglu=True, out=ROW))
+    assert "quantizes to e4m3 under 1x128" in said("triton", GroupedCall(4, 16, 256, 2, swiglu=True, out=ROW))
     assert "up to 256 experts" in said("triton", MoveCall(4, 2, 300))
     assert "rounding to nearest" in said("triton", SwigluCall(4, 16, Spec.parse("e4m3:row:stochastic")))
 

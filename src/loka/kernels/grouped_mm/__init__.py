@@ -1,14 +1,15 @@
-"""grouped_mm: the GEMMs of a mixture of experts, and what lies around them.
+"""grouped_mm: the GEMMs of a mixture of experts, and the data movement around them.
 
-    permute          which row goes to which expert: a stable counting sort of the router's choices
-    gather           the rows themselves, quantised or not, in that order
+    permute          sort the router's choices by expert (a stable counting sort)
+    gather           copy the rows, quantized or not, into that order
     grouped_mm       y_r = W_e x_r, one GEMM for all experts
-    prepare          its weights laid out once, as its backend reads them
-    grouped_swiglu   the same with silu(gate) * up, and quantisation, before anything is written
-    swiglu_quantize  that step alone, for GEMMs that cannot do it
-    combine          the weighted sum of what a token's experts said
+    prepare          lay out the weights for a backend once
+    grouped_swiglu   grouped_mm with silu(gate) * up and quantization fused into the epilogue
+    swiglu_quantize  silu(gate) * up and quantization alone, for GEMMs without that epilogue
+    combine          sum each token's expert outputs, weighted by the router
 
-Group sizes are data and stay on the device; shapes depend on the number of tokens only, so all of it can be captured in a CUDA graph.
+A visit is one (token, chosen expert) pair; there are T * top of them. Group sizes stay on the device and shapes
+depend on the number of tokens only, so everything can be captured in a CUDA graph.
 """
 
 from typing import Any
@@ -35,10 +36,22 @@ def grouped_mm(
     fast_accum: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """x [M, K] sorted by expert, w [E, N, K], offsets int32 [E + 1] from 0 to M -> [M, N].
+    """Multiply every row of x by its expert's weight matrix.
 
-    Both operands are QTensors (1x128 x 128x128, row x row) or plain tensors of one dtype. Every row must belong to an expert: offsets[E] = M. Experts may
-    have no rows. fast_accum permits sums to stay in the tensor cores, as in `scaled_mm`.
+    Args:
+        x: [M, K], rows sorted by expert.
+        w: [E, N, K]. x and w are both QTensors (scaled 1x128 x 128x128 or row x row) or plain tensors of one dtype.
+        offsets: int32 [E + 1]. Rows offsets[e] to offsets[e + 1] belong to expert e; offsets[0] = 0, offsets[E] = M.
+        out_dtype: bf16, fp16 or fp32.
+        fast_accum: permit accumulation in the tensor cores' reduced precision, as in `scaled_mm`.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [M, N] in `out_dtype`.
+
+    Example:
+        >>> p = permute(ids, experts=8)
+        >>> y = grouped_mm(gather(x, p), w, p.offsets, out_dtype=torch.bfloat16)
     """
     call = describe(x, w, offsets, out_dtype=out_dtype, fast_accum=fast_accum)
     chosen = pick("grouped_mm", backend, call, x.device)
@@ -47,7 +60,19 @@ def grouped_mm(
 
 
 def prepare(w: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:
-    """The weights [E, N, K] laid out for their backend, once, for rows of Spec `a`. The same weights to every backend."""
+    """Lay out weights for a backend once instead of in every call (`loka.kernels.prepared`).
+
+    Args:
+        w: quantized weights [E, N, K].
+        a: Spec of the rows that they will be multiplied by.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        The same weights with the layout attached. Other backends can still use them.
+
+    Example:
+        >>> w = prepare(quantize(weight, Spec.parse("e4m3:row")), Spec.parse("e4m3:row"))
+    """
     experts, n, k = w.shape
     if backend == "auto":
         call = GroupedCall(experts, k, n, experts, a, w.spec, a.format.dtype)
@@ -65,7 +90,23 @@ def grouped_swiglu(
     fast_accum: bool = False,
     backend: str = "auto",
 ) -> QTensor | Tensor:
-    """silu(x W_gate^T) * (x W_up^T) for w [E, 2 F, K], gate above up: [M, F] quantised under `spec`, or of `out_dtype` where it is None."""
+    """Compute silu(x W_gate^T) * (x W_up^T) without writing the GEMM's result to memory.
+
+    Args:
+        x: as in `grouped_mm`.
+        w: [E, 2 F, K], gate rows first, then up rows.
+        offsets: as in `grouped_mm`.
+        spec: how to quantize the result, or None.
+        out_dtype: dtype of the result if `spec` is None.
+        fast_accum: as in `grouped_mm`.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [M, F]: a QTensor if `spec` is given, else a tensor of `out_dtype`.
+
+    Example:
+        >>> h = grouped_swiglu(x, w_gate_up, p.offsets, spec=Spec.parse("e4m3:1x128"))
+    """
     call = describe(x, w, offsets, out_dtype=out_dtype, fast_accum=fast_accum, swiglu=True, out=spec)
     chosen: Any = pick("grouped_mm", backend, call, x.device).backend
     out: QTensor | Tensor = chosen.run_swiglu(x, w, offsets, spec=spec, out_dtype=out_dtype, fast_accum=fast_accum)
@@ -73,7 +114,19 @@ def grouped_swiglu(
 
 
 def swiglu_quantize(h: Tensor, spec: Spec | None, *, backend: str = "auto") -> QTensor | Tensor:
-    """silu(h[:, :F]) * h[:, F:] of h [M, 2 F], quantised under `spec`, or in h's dtype where it is None."""
+    """Compute silu(h[:, :F]) * h[:, F:].
+
+    Args:
+        h: [M, 2 F], gate columns first, then up columns.
+        spec: how to quantize the result, or None.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [M, F]: a QTensor if `spec` is given, else a tensor of h's dtype.
+
+    Example:
+        >>> q = swiglu_quantize(h, Spec.parse("e4m3:1x128"))
+    """
     if h.dim() != 2 or h.shape[1] % 2:
         raise ValueError(f"swiglu_quantize takes h [M, 2 F], got {tuple(h.shape)}")
     call = SwigluCall(h.shape[0], h.shape[1] // 2, spec, h.dtype)
@@ -83,7 +136,19 @@ def swiglu_quantize(h: Tensor, spec: Spec | None, *, backend: str = "auto") -> Q
 
 
 def permute(ids: Tensor, experts: int, *, backend: str = "auto") -> Permutation:
-    """Sort the choices ids [T, top], integers in [0, experts), by expert; visits of the same expert keep the order of their tokens."""
+    """Sort visits by expert. Visits of the same expert keep the order of their tokens.
+
+    Args:
+        ids: int32 or int64 [T, top], the chosen experts of each token, in [0, experts).
+        experts: number of experts.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        The permutation that `gather` and `combine` take.
+
+    Example:
+        >>> p = permute(scores.topk(2).indices, experts=8)
+    """
     if ids.dim() != 2 or ids.dtype not in (int32, int64):
         raise ValueError(f"permute takes int32 or int64 ids [tokens, top], got {ids.dtype} {tuple(ids.shape)}")
     call = MoveCall(ids.shape[0], ids.shape[1], experts)
@@ -93,7 +158,19 @@ def permute(ids: Tensor, experts: int, *, backend: str = "auto") -> Permutation:
 
 
 def gather(x: QTensor | Tensor, permutation: Permutation, *, backend: str = "auto") -> QTensor | Tensor:
-    """The rows of x [T, K] as the experts want them, [T * top, K]; a QTensor scaled per row or 1x128 brings its scales along."""
+    """Copy each token's row to every place where one of its experts reads it.
+
+    Args:
+        x: [T, K], a tensor, or a QTensor scaled per row, 1x128 or per tensor.
+        permutation: of the T tokens.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [T * top, K], rows sorted by expert; a QTensor with its scales if x is one.
+
+    Example:
+        >>> rows = gather(x, p)
+    """
     tokens, top = x.shape[0], permutation.top
     if tokens * top != permutation.order.shape[0]:
         raise ValueError(f"the permutation is of {permutation.order.shape[0]} visits, x has {tokens} tokens x {top}")
@@ -107,7 +184,21 @@ def gather(x: QTensor | Tensor, permutation: Permutation, *, backend: str = "aut
 def combine(
     y: Tensor, permutation: Permutation, weights: Tensor, *, add: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
-    """out[t] = sum over a token's visits of weights[t, j] * y[its row], plus add[t] where given: y [T * top, d], weights [T, top] -> [T, d]."""
+    """Sum each token's expert outputs, weighted: out[t] = sum_j weights[t, j] * y[row of visit (t, j)] + add[t].
+
+    Args:
+        y: [T * top, d], rows sorted by expert.
+        permutation: that sorted them.
+        weights: [T, top].
+        add: [T, d] in y's dtype, for example a residual, or None.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [T, d] in y's dtype.
+
+    Example:
+        >>> out = combine(y, p, weights, add=residual)
+    """
     tokens, top = weights.shape
     if y.dim() != 2 or y.shape[0] != tokens * top or permutation.top != top:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The pieces of a mixture of experts, described without tensors."""
+"""Calls of the mixture-of-experts kernels, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,19 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class GroupedCall:
-    """out[m, n] = x[m, k] @ w[e(m), n, k]^T, rows sorted by expert. a and b are the Specs of x and w, None where they are plain `in_dtype`.
+    """A call of `grouped_mm` or `grouped_swiglu`: out[m, n] = x[m, k] @ w[e(m), n, k]^T, rows sorted by expert.
 
-    With `swiglu` the columns of w are gate over up, and the result is silu(gate) * up, half as wide; `out` is then the Spec it is quantised to, or None.
+    Args:
+        m, k, n: sizes of the product. With `swiglu`, n counts the gate and up columns together.
+        experts: number of experts.
+        a, b: Specs of x and w, or None for plain tensors of `in_dtype`.
+        in_dtype, out_dtype: of the operands and of the result.
+        fast_accum: permit accumulation in the tensor cores' reduced precision.
+        swiglu: return silu(gate) * up, which is half as wide.
+        out: Spec that the SwiGLU result is quantized to, or None.
+
+    Example:
+        >>> call = GroupedCall(m=4096, k=1024, n=2816, experts=8)
     """
 
     m: int
@@ -35,9 +45,9 @@ class GroupedCall:
         if self.out_dtype not in DTYPES:
             raise ValueError(f"grouped_mm writes {DTYPES}, got {self.out_dtype}")
         if (self.a is None) != (self.b is None):
-            raise ValueError(f"both operands are quantised or neither, got x {self.a} and w {self.b}")
+            raise ValueError(f"both operands must be quantized or neither, got x {self.a} and w {self.b}")
         if self.swiglu and self.n % 2:
-            raise ValueError(f"gate and up are halves of the columns, got {self.n}")
+            raise ValueError(f"swiglu needs an even number of columns (gate and up), got {self.n}")
 
     def __str__(self) -> str:
         kind = str(self.in_dtype).removeprefix("torch.") if self.a is None else f"{self.a} @ {self.b}"
@@ -48,7 +58,16 @@ class GroupedCall:
 
 @dataclass(frozen=True)
 class SwigluCall:
-    """silu(gate) * up of h [m, 2 f], quantised where `spec` says so."""
+    """A call of `swiglu_quantize`.
+
+    Args:
+        m, f: h is [m, 2 f].
+        spec: of the quantized result, or None.
+        in_dtype: of h.
+
+    Example:
+        >>> call = SwigluCall(4096, 1408, Spec.parse("e4m3:1x128"))
+    """
 
     m: int
     f: int
@@ -62,7 +81,17 @@ class SwigluCall:
 
 @dataclass(frozen=True)
 class MoveCall:
-    """Sorting, gathering or combining the rows of `tokens` tokens that visit `top` of `experts` experts."""
+    """A call of `permute`, `gather` or `combine`.
+
+    Args:
+        tokens: number of tokens.
+        top: experts that each token visits.
+        experts: number of experts.
+        dtype: of the rows.
+
+    Example:
+        >>> call = MoveCall(tokens=4096, top=2, experts=8)
+    """
 
     tokens: int
     top: int
@@ -75,16 +104,26 @@ class MoveCall:
 
 @dataclass(frozen=True)
 class Permutation:
-    """Rows sorted by expert: row p is the visit order[p] = token * top + choice, and visit i is row inverse[i]. Visits of an expert keep their order."""
+    """Visits sorted by expert. Visits of one expert keep their order.
 
-    order: Tensor  # int64 [T * top]
-    offsets: Tensor  # int32 [E + 1]: rows offsets[e] to offsets[e + 1] belong to expert e
-    inverse: Tensor  # int64 [T * top]
+    Args:
+        order: int64 [T * top]; row p holds visit order[p] = token * top + choice.
+        offsets: int32 [E + 1]; rows offsets[e] to offsets[e + 1] belong to expert e.
+        inverse: int64 [T * top]; visit i is in row inverse[i].
+        top: experts that each token visits.
+
+    Example:
+        >>> token_of_row = permute(ids, experts=8).tokens
+    """
+
+    order: Tensor
+    offsets: Tensor
+    inverse: Tensor
     top: int
 
     @property
     def tokens(self) -> Tensor:
-        """int64 [T * top]: the token of each row."""
+        """Return the token of each row, int64 [T * top]."""
         return self.order // self.top
 
 
@@ -98,7 +137,7 @@ def describe(
     swiglu: bool = False,
     out: Spec | None = None,
 ) -> GroupedCall:
-    """The call of these operands, checked."""
+    """Check the operands and describe the call."""
     if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(f"grouped_mm takes x [M, K] and w [E, N, K], got {tuple(x.shape)} and {tuple(w.shape)}")
     if offsets.shape != (w.shape[0] + 1,) or offsets.dtype != torch.int32:

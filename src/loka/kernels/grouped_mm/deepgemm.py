@@ -1,10 +1,10 @@
-"""DeepGEMM (the sgl-deep-gemm wheels): its grouped GEMM of contiguous rows, 1x128 x 128x128 -> bf16, on Hopper.
+"""DeepGEMM (the sgl-deep-gemm wheels): its contiguous grouped GEMM, 1x128 x 128x128 -> bf16, on Hopper.
 
-It wants every expert's rows to start at a multiple of 128, so the rows are spread out first and collected afterwards: two copies that its own time does not
-show. The padded number of rows has a static bound, M + 128 E; rows between groups carry the index -1, which its kernel skips. Weights are read
-as they lie: nothing to prepare.
+DeepGEMM requires every expert's rows to start at a multiple of 128, so the rows are spread out before the GEMM and
+collected after it: two copies that its own timings do not include. The padded number of rows has a static bound,
+M + 128 E; rows between groups carry the index -1, which its kernel skips. Weights need no preparation.
 
-With torch 2.11, sgl-deep-gemm 0.1.7 stops at an assertion in every call; 0.1.2 and 0.1.4 work (NOTES.md, 2026-11-15).
+With torch 2.11, sgl-deep-gemm 0.1.7 fails an assertion in every call; 0.1.2 and 0.1.4 work (NOTES.md, 2026-11-15).
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _BLOCKS = (Block(1, 128), Block(128, 128))
 
 
 def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
-    """E4M3 under 1x128 x 128x128 scales to bf16, widths that its tiles divide."""
+    """Accept E4M3 operands with 1x128 x 128x128 scales, bf16 output, K a multiple of 128 and N of 64."""
     if not isinstance(call, GroupedCall) or call.swiglu:
         return no("has the grouped GEMM only: reference and triton do the steps around it")
     if call.a is None or call.b is None or not call.a.format == call.b.format == E4M3:
@@ -42,13 +42,11 @@ def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) ->
 
 
 def spread(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Where each row goes so that groups start at multiples of 128, and the expert of each place, -1 where there is no row."""
+    """Return each row's place, with groups starting at multiples of 128, and the expert of each place (-1 if empty)."""
     experts = offsets.shape[0] - 1
     counts = offsets[1:] - offsets[:-1]
-    starts = (
-        torch.cumsum((counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
-        - (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    )
+    padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    starts = torch.cumsum(padded, 0) - padded
     index = torch.arange(rows, device=offsets.device, dtype=torch.int32)
     expert = torch.bucketize(index, offsets[1:].contiguous(), right=True)
     place = (starts[expert] + index - offsets[expert]).long()
@@ -58,7 +56,7 @@ def spread(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def run(x: QTensor, w: QTensor, offsets: Tensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """x [M, K], w [E, N, K] -> [M, N]."""
+    """See `loka.kernels.grouped_mm.grouped_mm`. `fast_accum` is ignored."""
     if 0 in x.shape or 0 in w.shape:
         return x.data.new_zeros(x.shape[0], w.shape[1], dtype=out_dtype)
     place, owner = spread(offsets, x.shape[0])

@@ -1,11 +1,11 @@
 """PyTorch's own grouped GEMMs (CUTLASS): bf16, and FP8 with row scales on Hopper.
 
     torch.nn.functional.grouped_mm     bf16 in and out, compute capability 9.0 and newer for the fast kernel
-    torch._scaled_grouped_mm           E4M3 x E4M3, one scale per row of x [M] and per row of each expert's w [E, N], bf16 out, 9.x
+    torch._scaled_grouped_mm           E4M3 x E4M3, scales of x [M] and of w [E, N], one per row, bf16 out, 9.x
 
-What they ask for, read in torch 2.11: `offs` are the ends of the groups (int32, without the leading 0), w column-major as [E, K, N], rows at multiples of 16
-bytes. Widths that are no multiple of 16 are refused and weights lie as they
-are read, so there is nothing to prepare. The GEMM alone: sorting, SwiGLU and combining are other backends' work.
+Requirements, from the source of torch 2.11: `offs` are the ends of the groups (int32, without the leading 0), w is
+column-major [E, K, N], rows start at multiples of 16 bytes. Other widths are refused, so weights need no preparation.
+This backend has the GEMM only; sorting, SwiGLU and combining are left to other backends.
 """
 
 import torch
@@ -19,7 +19,7 @@ from loka.kernels.scaled_mm.layout import float_scales, fp8_gpu
 
 
 def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
-    """bf16, or E4M3 with row scales, to bf16."""
+    """Accept bf16, or E4M3 with row scales, with bf16 output."""
     if not isinstance(call, GroupedCall):
         return no("has the grouped GEMM only: reference and triton do the steps around it")
     if call.swiglu:
@@ -43,7 +43,7 @@ def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) ->
 def run(
     x: QTensor | Tensor, w: QTensor | Tensor, offsets: Tensor, *, out_dtype: torch.dtype, fast_accum: bool = False
 ) -> Tensor:
-    """x [M, K], w [E, N, K] -> [M, N]."""
+    """See `loka.kernels.grouped_mm.grouped_mm`."""
     if 0 in x.shape or 0 in w.shape:
         return (x.data if isinstance(x, QTensor) else x).new_zeros(x.shape[0], w.shape[1], dtype=out_dtype)
     ends = offsets[1:]

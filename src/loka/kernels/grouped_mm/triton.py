@@ -1,6 +1,7 @@
-"""Our mixture of experts: grouped GEMM in FP8 (1x128 x 128x128, row x row) and 16 bits, SwiGLU fused behind it, sorting and summing around it.
+"""Triton: grouped GEMM in FP8 (1x128 x 128x128, row x row), bf16, fp16 and fp32, with SwiGLU in its epilogue; sorting,
+gathering and combining.
 
-Rows of K bytes that are no multiple of 16 are padded: those of the weights once, by `prepare`.
+Rows that are no multiple of 16 bytes long are padded: those of weights once, if `prepare` was called.
 """
 
 from typing import Any
@@ -24,7 +25,10 @@ _MOST_EXPERTS = 256
 
 
 def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
-    """E4M3 (E5M2 for x) with one of two scale pairs, or 16 and 32 bits; quantised results per 1x128, and per row where a kernel sees whole rows."""
+    """Accept FP8 with row x row or 1x128 x 128x128 scales, and bf16, fp16 and fp32.
+
+    SwiGLU results are quantized 1x128; `swiglu_quantize`, whose kernel sees whole rows, also quantizes per row.
+    """
     if isinstance(call, SwigluCall):
         answer = _can_swiglu(call)
     elif isinstance(call, MoveCall):
@@ -60,9 +64,9 @@ def _can_multiply(call: GroupedCall) -> Verdict:
 
 def _can_write(spec: Spec, blocks: tuple[Block, ...]) -> Verdict:
     if spec.format != E4M3 or spec.block not in blocks:
-        return no(f"quantises to e4m3 under {', '.join(map(str, blocks))}, not {spec}")
+        return no(f"quantizes to e4m3 under {', '.join(map(str, blocks))}, not {spec}")
     if spec.mode != "dynamic" or spec.rounding != "nearest" or spec.scale == "e4m3":
-        return no(f"quantises with dynamic scales of one level, rounding to nearest, not {spec}")
+        return no(f"quantizes with dynamic scales of one level, rounding to nearest, not {spec}")
     return YES
 
 
@@ -86,9 +90,9 @@ def _interpreted() -> bool:
 
 
 def _padded(data: Tensor) -> Tensor:
-    """Unit stride along K, rows at multiples of 16 bytes, as TMA wants; zeros beyond K add nothing to a dot product."""
+    """Return data with unit stride along K and rows at multiples of 16 bytes, as TMA requires, zero-padded beyond K."""
     per = 16 // data.element_size()
-    if data.stride(-1) == 1 and data.stride(-2) % per == 0 and (data.dim() == 2 or _one_matrix(data)):
+    if data.stride(-1) == 1 and data.stride(-2) % per == 0 and (data.dim() == 2 or data.is_contiguous()):
         return data
     missing = -data.shape[-1] % per
     if not missing:
@@ -97,34 +101,30 @@ def _padded(data: Tensor) -> Tensor:
     return F.pad(data.contiguous().view(kind), (0, missing)).view(data.dtype)
 
 
-def _one_matrix(w: Tensor) -> bool:
-    return w.is_contiguous()
-
-
 def _operands(x: QTensor | Tensor, w: QTensor | Tensor) -> tuple[Any, ...]:
-    """Data, scales and the kernel's number for them; padded alike along K."""
+    """Return both operands' data, padded alike along K, their scales, and the kernel's code for the kind of scales."""
     if not isinstance(x, QTensor):
         assert isinstance(w, Tensor)
         return _padded(x), _padded(w), None, None, 0
     assert isinstance(w, QTensor)
     rows = x.spec.block == ROW
-    data, sw = laid_out(w, "triton", x.spec, _lay)
+    data, sw = laid_out(w, "triton", x.spec, _lay_out)
     return _padded(x.data), data, x.scale.contiguous() if rows else x.scale, sw, 2 if rows else 3
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:
-    """Rows at multiples of 16 bytes."""
-    return with_layout(weight, "triton", a, _lay)
+    """Pad rows to multiples of 16 bytes."""
+    return with_layout(weight, "triton", a, _lay_out)
 
 
-def _lay(w: QTensor, a: Spec) -> Laid:
+def _lay_out(w: QTensor, a: Spec) -> Laid:
     return _padded(w.data), w.scale.contiguous() if a.block == ROW else w.scale
 
 
 def run(
     x: QTensor | Tensor, w: QTensor | Tensor, offsets: Tensor, *, out_dtype: torch.dtype, fast_accum: bool = False
 ) -> Tensor:
-    """x [M, K], w [E, N, K] -> [M, N]."""
+    """See `loka.kernels.grouped_mm.grouped_mm`."""
     if 0 in x.shape or 0 in w.shape:
         return (x.data if isinstance(x, QTensor) else x).new_zeros(x.shape[0], w.shape[1], dtype=out_dtype)
     from loka.kernels.grouped_mm import triton_ops
@@ -143,7 +143,7 @@ def run_swiglu(
     out_dtype: torch.dtype,
     fast_accum: bool = False,
 ) -> QTensor | Tensor:
-    """silu(gate) * up of the product, before it is rounded to anything else."""
+    """See `loka.kernels.grouped_mm.grouped_swiglu`. SwiGLU is applied to the float32 accumulators."""
     if 0 in x.shape or 0 in w.shape:
         from loka.kernels.grouped_mm import reference
 
@@ -159,7 +159,7 @@ def run_swiglu(
 
 
 def swiglu(h: Tensor, spec: Spec | None) -> QTensor | Tensor:
-    """silu(gate) * up of h [M, 2 F]."""
+    """See `loka.kernels.grouped_mm.swiglu_quantize`."""
     from loka.kernels.grouped_mm import triton_ops
 
     h = unit_rows(h)
@@ -177,7 +177,7 @@ def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gather(x: QTensor | Tensor, permutation: Permutation) -> QTensor | Tensor:
-    """Rows, and the scales that belong to them."""
+    """See `loka.kernels.grouped_mm.gather`."""
     from loka.kernels.grouped_mm import triton_ops
 
     if not isinstance(x, QTensor):
@@ -187,13 +187,13 @@ def gather(x: QTensor | Tensor, permutation: Permutation) -> QTensor | Tensor:
         data, _ = invoke(triton_ops.gather, unit_rows(x.data), None, permutation.order, permutation.top)
         return QTensor(data, x.scale, x.spec)
     if x.spec.block.rows != 1:
-        raise ValueError(f"rows of {x.spec} share scales with their neighbours: quantise per row, 1x128 or per tensor")
+        raise ValueError(f"rows of {x.spec} share scales with their neighbours: quantize per row, 1x128 or per tensor")
     data, scale = invoke(triton_ops.gather, unit_rows(x.data), x.scale, permutation.order, permutation.top)
     return QTensor(data, scale, x.spec)
 
 
 def combine(y: Tensor, permutation: Permutation, weights: Tensor, add: Tensor | None) -> Tensor:
-    """The weighted sum of each token's rows."""
+    """See `loka.kernels.grouped_mm.combine`."""
     from loka.kernels.grouped_mm import triton_ops
 
     weights = unit_rows(weights)

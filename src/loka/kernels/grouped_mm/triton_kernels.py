@@ -1,23 +1,23 @@
-"""The mixture of experts in Triton: a persistent grouped GEMM, SwiGLU in its epilogue, and the sorting and summing around it.
+"""Mixture-of-experts kernels: a persistent grouped GEMM with SwiGLU in its epilogue, sorting, gathering and combining.
 
-Grouped GEMM. Rows of x are sorted by expert; w [E, N, K] is one matrix [E N, K], so one TMA descriptor reaches every expert. Tiles are numbered expert after
-expert, and within an expert rows first, so that the programs running side by side share a tile of weights in L2 and each weight comes from memory once:
+Grouped GEMM. Rows of x are sorted by expert; w [E, N, K] is viewed as one matrix [E N, K], so one TMA descriptor covers
+all experts. Expert e has cdiv(rows of e, BM) * cdiv(N, BN) tiles. They are numbered expert by expert, and within an
+expert rows first, so that concurrent programs share a tile of weights in L2 and each weight is read from memory once.
+Every program finds the expert of a tile from the running sum of these counts, which it computes from the offsets.
+Nothing is read back to the host: the grid is as large as the GPU, and the number of tiles is data. The last rows of an
+expert's last tile belong to the next expert: they are computed but not stored, hence the masked store instead of TMA.
 
-    tiles of expert e   cdiv(rows of e, BM) * cdiv(N, BN)           the running sum of these, worked out by every program from the offsets, tells whose a tile is
+Block scales. With 1x128 scales of x and 128x128 scales of w, a 128-wide partial sum is multiplied by sx[row] * sw, one
+number per row for the whole tile (BN divides 128), so promotion is one fused multiply-add per element. It still needs a
+second accumulator, so tiles are small and several programs share a multiprocessor: one promotes, another multiplies.
 
-Nothing is read back to the host; the grid is as large as the machine, the number of tiles is data. The last rows of an expert's last tile belong to its neighbour:
-they are computed and not stored, hence the masked store instead of TMA.
+SwiGLU. A tile computes the same columns of gate and up, two accumulators from one x tile, so silu(gate) * up never
+leaves the registers. With 128 columns a tile row is exactly one 1x128 scaling group.
 
-Block scales. With 1x128 scales of x and 128x128 scales of w a 128-wide partial sum is multiplied by sx[row] * sw, one number per row for the whole tile
-(BN divides 128), so promotion is one fused multiply-add an element. It still needs a second accumulator, so tiles are small and several programs share
-a multiprocessor: one promotes while another multiplies.
-
-SwiGLU. A tile takes the same columns of gate and of up, two accumulators of one x tile; silu(gate) * up then never leaves the registers, and with 128 columns a
-tile row is exactly one 1x128 scaling group.
-
-Sorting is a stable counting sort in two passes over blocks: how often each expert is visited, then where each visit goes. A token visits an expert once, so the
-place of a visit in its block is the number of earlier tokens there that chose the same: a running sum over tokens instead of visits. It is deterministic, has no
-atomics and no limit on how uneven the load is. A router that counted while it chose needs the second pass only.
+Sorting is a stable counting sort in two passes over blocks: count how often each expert is visited, then place each
+visit. A token visits an expert at most once, so a visit's place within its block is the number of earlier tokens there
+that chose the same expert: a running sum over tokens instead of visits. The sort is deterministic, uses no atomics and
+puts no limit on load imbalance. A router that counts while it chooses needs only the second pass.
 """
 
 from functools import lru_cache
@@ -35,21 +35,21 @@ from loka.kernels.tile import finite_magnitude, inverse, scale_of, sigmoid, to_f
 from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-NONE, ROWS, BLOCKS = 0, 2, 3  # where scales come from: nowhere, per row of both, 1x128 and 128x128
-VISITS = 64 if INTERPRETED else 256  # a block of the counting sort, where experts are few
+NONE, ROWS, BLOCKS = 0, 2, 3  # kinds of scales: none, per row of both operands, 1x128 and 128x128
+VISITS = 64 if INTERPRETED else 256  # largest block of the counting sort
 _ROWS = tl.constexpr(2)
 _BLOCKS = tl.constexpr(3)
 
 
 @triton.jit
 def _locate(tile, offsets_ptr, E, num_n, BM: tl.constexpr, EP: tl.constexpr):
-    """The expert of a tile, its first row and the end of the expert's rows, its column tile; expert E beyond the last tile."""
+    """Return a tile's expert (E or more beyond the last tile), first row, end of the expert's rows, and column tile."""
     expert = tl.arange(0, EP)
     start = tl.load(offsets_ptr + expert, expert < E, other=0)
     stop = tl.load(offsets_ptr + expert + 1, expert < E, other=0)
     tiles = (stop - start + BM - 1) // BM * num_n
     ends = tl.cumsum(tiles, 0)
-    e = tl.sum((ends <= tile).to(tl.int32), 0)  # experts that end before it; beyond the last one EP
+    e = tl.sum((ends <= tile).to(tl.int32), 0)  # number of experts that end before it; EP beyond the last tile
     mine = expert == e
     local = tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)
     first = tl.sum(tl.where(mine, start, 0), 0)
@@ -60,7 +60,7 @@ def _locate(tile, offsets_ptr, E, num_n, BM: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit
 def _partial(a, b, acc, sa, sb, SCALES: tl.constexpr, EXACT: tl.constexpr, BK: tl.constexpr, IEEE: tl.constexpr):
-    """acc + one step along K. Block scales: sa [BM] and sb, a number, multiply the partial sum."""
+    """Add one step along K to acc. With block scales, sa [BM] and the scalar sb multiply the partial sum."""
     if SCALES == _BLOCKS:
         return acc + tl.dot(a, b.T) * (sa * sb)[:, None]
     elif EXACT:
@@ -151,7 +151,7 @@ def _grouped_swiglu(a_desc, b_desc, c_ptr, cs_ptr, sa_ptr, sb_ptr, offsets_ptr, 
 @triton.jit
 def _swiglu(h_ptr, q_ptr, s_ptr, M, F, stride_h, stride_q, s_stride, s_stride_k,
             BM: tl.constexpr, BF: tl.constexpr, FP8: tl.constexpr, POW2: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """silu(gate) * up of a tile; its rows share a scale each: BF is 128, or spans the whole row."""
+    """Compute silu(gate) * up of a tile, with one scale per tile row: BF is 128 or spans the whole row."""
     wide = tl.cdiv(F, BF)
     tile_m, tile_f = (tl.program_id(0) // wide).to(tl.int64), tl.program_id(0) % wide
     row = tile_m * BM + tl.arange(0, BM)
@@ -173,7 +173,7 @@ def _swiglu(h_ptr, q_ptr, s_ptr, M, F, stride_h, stride_q, s_stride, s_stride_k,
 @quick
 @triton.jit
 def _count(ids_ptr, counts_ptr, V, E, BM: tl.constexpr, EP: tl.constexpr):
-    """How many visits of a block each expert gets."""
+    """Count the visits of a block by expert."""
     visit = tl.program_id(0) * BM + tl.arange(0, BM)
     chosen = tl.load(ids_ptr + visit, visit < V, other=-1).to(tl.int32)
     expert = tl.arange(0, EP)
@@ -185,7 +185,7 @@ def _count(ids_ptr, counts_ptr, V, E, BM: tl.constexpr, EP: tl.constexpr):
 @triton.jit
 def _place(ids_ptr, counts_ptr, order_ptr, offsets_ptr, inverse_ptr, T, E, blocks, width,
            COLUMNS: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr):  # fmt: skip
-    """The row of every visit of a block: rows of experts before, of earlier blocks, of earlier tokens in the block."""
+    """Place a block's visits: after the rows of earlier experts, earlier blocks and earlier tokens of the block."""
     block = tl.program_id(0)
     expert = tl.arange(0, EP)
     total = tl.zeros((EP,), tl.int32)
@@ -219,7 +219,7 @@ def _place(ids_ptr, counts_ptr, order_ptr, offsets_ptr, inverse_ptr, T, E, block
 @triton.jit
 def _gather(x_ptr, s_ptr, order_ptr, out_ptr, t_ptr, V, W, G, top, stride_x, s_stride, s_stride_k, t_stride, t_stride_k,
             stride_out, BM: tl.constexpr, BW: tl.constexpr, GP: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
-    """Rows of words, and the scales that belong to them."""
+    """Copy rows, as words, and their scales."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     token = tl.load(order_ptr + row, row < V, other=0) // top
     for start in range(0, W, BW):
@@ -238,7 +238,7 @@ def _gather(x_ptr, s_ptr, order_ptr, out_ptr, t_ptr, V, W, G, top, stride_x, s_s
 @triton.jit
 def _combine(y_ptr, inverse_ptr, w_ptr, add_ptr, out_ptr, T, D, stride_y, stride_add, stride_w,
              TOP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
-    """The weighted sum of the rows of each token."""
+    """Compute the weighted sum of each token's rows."""
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BD + tl.arange(0, BD)
     there = (token < T)[:, None] & (column < D)[None, :]
@@ -261,10 +261,11 @@ _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl
 
 @lru_cache(maxsize=4096)
 def tile_for(rows: int, n: int, experts: int, *, doubled: bool, wide: bool) -> Tile:
-    """(BM, BN, warps, stages, programs per multiprocessor) by the mean number of rows an expert has; `wide`: 16-bit operands.
+    """Choose a tile by the mean number of rows per expert. `wide` means 16-bit or 32-bit operands.
 
-    With few rows a GEMM reads weights and little else: 64 rows waste least. With many, several small programs on a multiprocessor hide each other's epilogues, and the
-    second accumulator of block scales (`doubled`). Chosen by measuring (benchmarks/results/h200/generative_kernels.json).
+    With few rows a GEMM reads weights and little else, and 64 rows waste least. With many, several small programs per
+    multiprocessor hide each other's epilogues and the second accumulator of block scales (`doubled`). The choices were
+    measured (benchmarks/results/h200/generative_kernels.json).
     """
     mean = rows / experts
     if wide:
@@ -276,8 +277,8 @@ def tile_for(rows: int, n: int, experts: int, *, doubled: bool, wide: bool) -> T
     return (64, 128, 4, 4, 2)
 
 
-def _swiglu_tile(mean: float, *, blocks: bool, wide: bool) -> Tile:
-    """The same for the GEMM with two accumulators for gate and up: measured, like `tile_for`."""
+def _swiglu_tile_for(mean: float, *, blocks: bool, wide: bool) -> Tile:
+    """Choose a tile, as `tile_for` does, for the GEMM with two accumulators for gate and up."""
     if wide:
         return (128, 128, 8, 3, 1) if mean > 96 else (64, 128, 4, 2, 2)
     if blocks:
@@ -285,8 +286,8 @@ def _swiglu_tile(mean: float, *, blocks: bool, wide: bool) -> Tile:
     return (128, 128, 8, 4, 1)
 
 
-def _launch(tile: Tile) -> dict[str, int]:
-    """Launch options; registers are capped where that many programs would not fit otherwise."""
+def _launch_options(tile: Tile) -> dict[str, int]:
+    """Return launch options. Registers are capped if that many programs per multiprocessor would not fit otherwise."""
     _, _, warps, stages, resident = tile
     registers = 65536 // (resident * warps * 32) // 8 * 8
     capped = {"maxnreg": registers} if registers < 255 and not INTERPRETED else {}
@@ -294,7 +295,7 @@ def _launch(tile: Tile) -> dict[str, int]:
 
 
 def _grid(rows: int, columns: int, experts: int, tile: Tile, device: torch.device) -> tuple[int, int]:
-    """Programs, and the most tiles there can be: every expert may end in a tile that is not full."""
+    """Return the number of programs and an upper bound of the tiles: every expert may end in a partial tile."""
     bm, bn, _, _, resident = tile
     tiles = (cdiv(rows, bm) + min(experts, rows)) * cdiv(columns, bn)
     return min(processors(device) * resident, tiles), tiles
@@ -305,7 +306,7 @@ def _strides(scale: Tensor | None) -> tuple[int, int]:
 
 
 def _operands(a: Tensor, b: Tensor, tile: Tile) -> tuple:
-    """Descriptors and the depth of a step; w as one matrix."""
+    """Return TMA descriptors of a and of b as one matrix, and the size of a step along K."""
     bm, bn, _, _, _ = tile
     bk = 128 if a.element_size() == 1 else 64
     a, b = tma_ready(a), b if b.data_ptr() % 16 == 0 else b.clone()
@@ -317,7 +318,7 @@ def gemm(
     a: Tensor, b: Tensor, sa: Tensor | None, sb: Tensor | None, offsets: Tensor, *, scales: int, exact: bool,
     out_dtype: torch.dtype, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """a [M, K] x b [E, N, K]; rows start at multiples of 16 bytes."""
+    """Multiply a [M, K] by b [E, N, K], whose rows start at multiples of 16 bytes."""
     (m, k), (experts, n, _) = a.shape, b.shape
     out = torch.empty(m, n, device=a.device, dtype=out_dtype)
     doubled = scales == BLOCKS or (exact and scales != NONE)
@@ -328,7 +329,7 @@ def gemm(
     _grouped[(programs,)](
         a_desc, b_desc, out, sa, sb, offsets, m, n, k, experts, tiles, *_strides(sa), *sb_strides,
         tile[0], tile[1], bk, next_power_of_2(experts), scales, exact and scales == ROWS,
-        a.dtype == torch.float32, _TL[out_dtype], **_launch(tile),
+        a.dtype == torch.float32, _TL[out_dtype], **_launch_options(tile),
     )  # fmt: skip
     return out
 
@@ -337,13 +338,13 @@ def gemm_swiglu(
     a: Tensor, b: Tensor, sa: Tensor | None, sb: Tensor | None, offsets: Tensor, *, scales: int, exact: bool,
     fp8: bool, pow2: bool, out_dtype: torch.dtype, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[M, F] and its 1x128 scales (empty without). 128 columns a tile: one scaling group."""
+    """Return [M, F] and its 1x128 scales (empty if not `fp8`). A tile is 128 columns wide: one scaling group."""
     (m, k), (experts, n, _) = a.shape, b.shape
     f = n // 2
     out = aligned(m, f, torch.float8_e4m3fn, a.device) if fp8 else torch.empty(m, f, device=a.device, dtype=out_dtype)
     cs = block_scales(m, f, 3, a.device) if fp8 else torch.empty(0, 0, device=a.device)
     wide = a.element_size() > 1
-    tile = tile or _swiglu_tile(m / experts, blocks=scales == BLOCKS, wide=wide)
+    tile = tile or _swiglu_tile_for(m / experts, blocks=scales == BLOCKS, wide=wide)
     if wide and tile[3] > 3:
         raise ValueError(f"a pipeline of {tile[3]} stages of 16-bit operands does not fit")
     programs, tiles = _grid(m, f, experts, tile, a.device)
@@ -353,13 +354,13 @@ def gemm_swiglu(
         a_desc, b_desc, out, cs, sa, sb, offsets, m, f, k, experts, tiles, *_strides(sa), *sb_strides, *_strides(cs),
         out.stride(0), tile[0], tile[1], bk, next_power_of_2(experts), scales,
         exact and scales == ROWS, a.dtype == torch.float32, fp8, pow2, _TL[out_dtype], INTERPRETED,
-        **_launch(tile),
+        **_launch_options(tile),
     )  # fmt: skip
     return out, cs
 
 
 def swiglu(h: Tensor, *, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Tensor]:
-    """[M, F] and its scales: one per row (`whole`) or per 128."""
+    """Return [M, F] and its scales: one per row (`whole`) or per 128 columns; empty if not `fp8`."""
     m, f = h.shape[0], h.shape[1] // 2
     out = aligned(m, f, torch.float8_e4m3fn, h.device) if fp8 else torch.empty(m, f, device=h.device, dtype=h.dtype)
     if not fp8:
@@ -372,45 +373,36 @@ def swiglu(h: Tensor, *, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Te
         bf = next_power_of_2(f) if whole and fp8 else 128
         bm = 32 if bf == 128 else max(1, 4096 // bf)
         _swiglu[(cdiv(m, bm) * cdiv(f, bf),)](
-            h,
-            out,
-            scale,
-            m,
-            f,
-            h.stride(0),
-            out.stride(0),
-            *_strides(scale),
-            bm,
-            bf,
-            fp8,
-            pow2,
-            INTERPRETED,
+            h, out, scale, m, f, h.stride(0), out.stride(0), *_strides(scale), bm, bf, fp8, pow2, INTERPRETED,
             num_warps=4,
-        )
+        )  # fmt: skip
     elif fp8:
         scale.fill_(1.0)
     return out, scale
 
 
 def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """order, offsets, inverse of contiguous ids [T, top]. Sorted visit by visit: nothing says that the experts of a token differ."""
+    """Return order, offsets and inverse of contiguous ids [T, top]. A token's experts need not differ."""
     visits, padded = ids.numel(), next_power_of_2(experts)
     block = block_of(padded)
     counts = torch.empty(cdiv(visits, block), experts, dtype=torch.int32, device=ids.device)
     if visits:
-        _count[(len(counts),)](ids, counts, visits, experts, block, padded, num_warps=_warps(block * padded))
-    return place(ids.view(visits, 1), counts, experts, block)
+        _count[(len(counts),)](ids, counts, visits, experts, block, padded, num_warps=_warps_for(block * padded))
+    return place(ids.view(visits, 1), counts, experts, block)  # each visit as a token of its own
 
 
 def block_of(padded: int) -> int:
-    """Visits of a program: the compiler may take block x padded words of shared memory at once, and 256 x 256 are more than a multiprocessor has."""
+    """Return the visits per program for `padded` experts.
+
+    The compiler may use block x padded words of shared memory, and a multiprocessor has less than 256 x 256.
+    """
     return min(VISITS, 32768 // padded)
 
 
 def place(ids: Tensor, counts: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The second pass: order, offsets, inverse of contiguous ids [T, columns], where a token visits no expert twice.
+    """Run the second pass: return order, offsets and inverse of contiguous ids [T, columns], distinct in each row.
 
-    `counts` [blocks, experts or more] says how often each block of that many tokens visits each expert.
+    `counts` [blocks, experts or more] holds how often each block of `block` tokens visits each expert.
     """
     (tokens, columns), (blocks, width) = ids.shape, counts.shape
     order, inverse_ = (torch.empty(tokens * columns, dtype=torch.int64, device=ids.device) for _ in range(2))
@@ -420,18 +412,18 @@ def place(ids: Tensor, counts: Tensor, experts: int, block: int) -> tuple[Tensor
     padded = next_power_of_2(width)
     _place[(blocks,)](
         ids, counts, order, offsets, inverse_, tokens, experts, blocks, width, columns, block, padded, 32,
-        num_warps=_warps(block * padded),
+        num_warps=_warps_for(block * padded),
     )  # fmt: skip
     return order, offsets, inverse_
 
 
-def _warps(numbers: int) -> int:
-    """Of a program of the sort that holds so many in registers."""
-    return 4 if numbers <= 16384 else 8
+def _warps_for(elements: int) -> int:
+    """Return the number of warps for a sorting program that holds so many elements in registers."""
+    return 4 if elements <= 16384 else 8
 
 
 def gather(x: Tensor, scale: Tensor | None, order: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Rows of x [T, K] with 4-byte words along K where they fit, and their scales, rows together."""
+    """Return the gathered rows of x [T, K] and their scales, which are laid out column by column."""
     visits, k, item = order.shape[0], x.shape[1], x.element_size()
     if item == 1:
         out = aligned(visits, k, x.dtype, x.device)
@@ -440,7 +432,7 @@ def gather(x: Tensor, scale: Tensor | None, order: Tensor, top: int) -> tuple[Te
     groups = 0 if scale is None else scale.shape[1]
     moved = torch.empty(groups, visits, dtype=torch.float32, device=x.device).T
     if visits and k:
-        source, target, words = _words(x, out, k)
+        source, target, words = _word_views(x, out, k)
         _gather[(cdiv(visits, 4),)](
             source, scale, order, target, moved, visits, words, groups, top, source.stride(0), *_strides(scale),
             *_strides(moved), target.stride(0), 4, 512, next_power_of_2(max(groups, 1)), scale is not None, num_warps=4,
@@ -448,8 +440,8 @@ def gather(x: Tensor, scale: Tensor | None, order: Tensor, top: int) -> tuple[Te
     return out, moved
 
 
-def _words(x: Tensor, out: Tensor, k: int) -> tuple[Tensor, Tensor, int]:
-    """Views of 4-byte words where both sides allow it, of bytes or 16-bit words otherwise."""
+def _word_views(x: Tensor, out: Tensor, k: int) -> tuple[Tensor, Tensor, int]:
+    """Return views of both as 4-byte words if sizes and alignment allow, else as integers of the element size."""
     item = x.element_size()
     per = 4 // item
     fits = per > 1 and k % per == 0 and all(t.stride(0) % per == 0 and t.data_ptr() % 4 == 0 for t in (x, out))
@@ -466,7 +458,7 @@ def _as_words(t: Tensor, k: int) -> Tensor:
 
 
 def combine(y: Tensor, inverse_: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:
-    """[T, d]."""
+    """Return the weighted sums [T, d]."""
     (tokens, top), d = weights.shape, y.shape[1]
     out = torch.empty(tokens, d, dtype=y.dtype, device=y.device)
     if tokens and d:

@@ -1,4 +1,4 @@
-"""The Triton kernels of a mixture of experts as torch ops, so that torch.compile sees calls and not Python."""
+"""The Triton kernels of a mixture of experts as torch ops, so that torch.compile does not trace their launch code."""
 
 import torch
 from torch import Tensor
