@@ -100,7 +100,7 @@ def test_tune_takes_what_is_estimated_to_pay_and_says_so(tmp_path: Path) -> None
     ("options", "said"),
     [
         ({"estimate_for": "NVIDIA Z9"}, "no unit was measured on 'NVIDIA Z9'; estimates are for 'NVIDIA H200'"),
-        ({"row_factor": 4.0}, "beside estimate_for"),
+        ({"row_factor": 4.0}, "together with estimate_for"),
         ({"row_factor": -1.0, "estimate_for": H200}, "expected a positive number"),
     ],
 )

@@ -224,7 +224,7 @@ def test_another_order_of_additions_is_no_fault(monkeypatch: pytest.MonkeyPatch)
     model, _ = make_trained()
     tuned = tune(model)
     assert placed(model) == {"first", "second", "third"}
-    assert tuned.record.gradients == "by the score, and by a backward pass beside 16 bits"
+    assert tuned.record.gradients == "by the score, and by a backward pass compared with 16-bit gradients"
 
 
 def test_recurrent_layers_keep_no_unit_from_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_recurrent_layers_keep_no_unit_from_being_compared(monkeypatch: pytest.M
 
     model = Recurrent().eval()
     tuned = tune(model)
-    assert tuned.record.gradients == "by the score, and by a backward pass beside 16 bits"
+    assert tuned.record.gradients == "by the score, and by a backward pass compared with 16-bit gradients"
     assert not any(module.training for module in model.modules())
 
 

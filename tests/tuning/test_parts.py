@@ -496,12 +496,12 @@ def test_rows_that_are_kept_keep_no_others_in_memory(monkeypatch: pytest.MonkeyP
     """What is known of all rows is computed before they are let go."""
     monkeypatch.setattr(looking, "ROWS", 8)
     linear = nn.Linear(64, 64)
-    eye = looking._Eye("linear", linear, 1)
-    linear.register_forward_hook(eye.see, with_kwargs=True)
+    observer = looking._Observer("linear", linear, 1)
+    linear.register_forward_hook(observer.see, with_kwargs=True)
     y = linear(torch.randn(96, 64))
-    eye.armed, weights = True, torch.randn(96, 64)
+    observer.armed, weights = True, torch.randn(96, 64)
     (y * weights).sum().backward()
-    (rows,) = eye._rows
+    (rows,) = observer._rows
     assert torch.equal(rows.dy, weights[::12])
     assert rows.total == 96
     assert {t.untyped_storage().nbytes() for t in (rows.x, rows.dy)} == {8 * 64 * 4}

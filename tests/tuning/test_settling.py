@@ -230,7 +230,7 @@ def test_one_that_pays_stays_where_many_that_do_not_make_the_step_slower(monkeyp
     assert step.speedup is not None
     assert step.speedup.value == pytest.approx(1.25)
     assert selection.chosen.kept == dict.fromkeys(
-        "bcd", "the whole step was 0.67x of 16 bits with it, and 1.25x without"
+        "bcd", "the whole step was 0.67x as fast as 16-bit with it, and 1.25x without it"
     )
 
 
@@ -252,4 +252,4 @@ def test_nothing_stays_that_makes_no_step_faster(monkeypatch: pytest.MonkeyPatch
     step, selection, timed = verify_speed(60.0, SPEEDS, dict.fromkeys("abcd", -1.0), monkeypatch)
     assert (timed, names(selection)) == (["abcd", "ab", "a"], "")
     assert set(selection.chosen.kept) == set("abcd")
-    assert step.note == "FP8 was not faster than compiled 16 bits as a whole step: nothing is converted"
+    assert step.note == "the whole step was not faster in FP8 than in compiled 16-bit: nothing is converted"

@@ -78,7 +78,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch
     tuned = tune(model, out=tmp_path)  # and goes on: the unit is not timed again
     assert sum(isinstance(found, timing.Fragment) for found in clock.captured) == fragments
     assert tuned.speedup is not None
-    assert "went on from evidence of an earlier call" in tuned.record.notes
+    assert "resumed from the evidence of an earlier call" in tuned.record.notes
 
 
 def test_evidence_of_another_computing_type_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_step_that_fails_with_units_in_converts_nothing_and_says_so(monkeypatc
     tuned = tune(model)
     assert not placed(model)
     kept = {unit.name: unit.reason for unit in tuned.record.units}
-    assert kept[CHAIN].endswith("the whole step fails where it is timed: SyntaxError: ptxas failed")
+    assert kept[CHAIN].endswith("the whole step fails when it is timed: SyntaxError: ptxas failed")
     clock.fail = lambda captured, given: (_ for _ in ()).throw(torch.OutOfMemoryError("full"))  # says nothing of FP8
     with pytest.raises(torch.OutOfMemoryError):
         tune(model)
@@ -197,7 +197,7 @@ def test_a_unit_is_timed_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> Non
 
     Clock(monkeypatch)
     tuned = tune(Mixed(), BATCHES, loss, margin=0.5)
-    assert not [unit.reason for unit in tuned.record.units if "fails where it is timed" in unit.reason]
+    assert not [unit.reason for unit in tuned.record.units if "fails when it is timed" in unit.reason]
     assert tuned.plan.units
 
 
@@ -218,7 +218,7 @@ def test_rewrites_that_make_the_step_slower_leave_with_the_units(monkeypatch: py
     before = state_of(model, optimizer)
     tuned = tune(model)
     assert (tuned.plan.mods, tuned.conversion) == ([], None)
-    assert "makes the step 0.83x: nothing is converted" in str(tuned.record.speed_note)
+    assert "makes the step 0.83x as fast: nothing is converted" in str(tuned.record.speed_note)
     assert same(state_of(model, optimizer), before)
 
 
@@ -255,7 +255,7 @@ def test_rewrites_that_do_not_compile_leave_and_say_so(monkeypatch: pytest.Monke
     clock.fail = fail
     tuned = tune(model)
     assert tuned.conversion is None
-    assert tuned.record.speed_note == "rewritten by narrow_outputs the whole step fails where it is timed: SyntaxError: unexpected indent: nothing is converted"  # fmt: skip
+    assert tuned.record.speed_note == "rewritten by narrow_outputs, the whole step fails when it is timed: SyntaxError: unexpected indent: nothing is converted"  # fmt: skip
 
 
 def test_a_step_that_is_in_no_graph_takes_as_long_as_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,5 +274,5 @@ def test_a_step_that_is_in_no_graph_takes_as_long_as_its_launch(monkeypatch: pyt
     launched = tune(make_trained()[0], cuda_graph=False)
     assert launched.speedup is not None
     assert launched.speedup.value == pytest.approx(100 / 80)
-    assert any("as cuda_graph=False asks" in note for note in launched.record.notes)
+    assert any("since cuda_graph=False" in note for note in launched.record.notes)
     assert not any("this speed-up is of steps in CUDA graphs" in note for note in launched.record.notes)

@@ -31,7 +31,7 @@ def no_tensor(output: Tensor, target: Tensor) -> float:
         (([x for x, _ in BATCHES], loss), {}, "batch 0 is Tensor, expected .inputs, target.; hint: step="),
         (([(x, y, y) for x, y in BATCHES], loss), {}, "batch 0 is tuple of 3"),
         (([*BATCHES, BATCHES[0][:1]], loss), {}, "batch 8 is tuple of 1"),
-        ((BATCHES, lambda output, target: loss(output.detach(), target)), {}, "no gradient leads from the loss"),
+        ((BATCHES, lambda output, target: loss(output.detach(), target)), {}, "no gradient flows from the loss"),
         ((BATCHES, loss), {"out": __file__}, "is a file, expected a folder"),
         ((BATCHES, no_tensor), {}, "the loss returned float, expected a floating tensor"),
         ((BATCHES, lambda output, target: target.long()), {}, "returned a tensor of torch.int64, expected a floating"),
@@ -254,7 +254,7 @@ def test_a_step_that_trains_or_is_another_one_each_time_is_named() -> None:
         calls.append(1)
         return loss(model(batch[0]), batch[1]) * 1.01 ** len(calls)
 
-    with pytest.raises(ValueError, match=r"run twice in high precision.*a state of their own"):
+    with pytest.raises(ValueError, match=r"run twice in high precision.*may keep state"):
         tune(model, given=None, step=drifts)
 
     def decays(model: nn.Module, batch: Any) -> Tensor:
@@ -322,7 +322,7 @@ def test_batches_take_different_paths(step: Any) -> None:
     for batch in batches:
         change = step(model, batch) - step(twin, batch)
         assert 0 < float(change.detach().norm()) < 0.1 * len(change)
-    assert any("never itself" in note for note in tuned.record.notes) == (step is _call_parts)
+    assert any("never the model itself" in note for note in tuned.record.notes) == (step is _call_parts)
 
 
 class Recomputing(nn.Module):
@@ -408,7 +408,7 @@ def test_tables_with_gradients() -> None:
     tuned = tune(model, batches, loss, tables=True, margin=0.2)
     assert tuned.plan.tables
     assert model.tower[0].weight.grad is kept
-    with pytest.raises(ValueError, match="bag has sparse gradients, which AdamW does not take; hint: optimizer="):
+    with pytest.raises(ValueError, match="bag has sparse gradients, which AdamW does not support; hint: optimizer="):
         tune(Bags(sparse=True), batches, loss, train=2)
     assert tune(Bags(sparse=True), batches, loss, train=2, optimizer=lambda p: torch.optim.SGD(p, 0.1)).record.training_change  # fmt: skip
 
@@ -459,7 +459,7 @@ def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyP
     units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
     assert units["first"].way == "high"
     assert (
-        units["first"].reason == "a step of training fails with it in low precision: RuntimeError: no kernel for this"
+        units["first"].reason == "a training step fails with it in low precision: RuntimeError: no kernel for this"
     )
 
     def fail_together(call: Any, selection: Any, offers: Any) -> None:
@@ -503,7 +503,7 @@ def test_only_what_says_something_about_a_unit_leaves_it_out(error: Exception, r
         return
     units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
     assert (
-        units["first"].reason == f"a step of training fails with it in low precision: {type(error).__name__}: {error}"
+        units["first"].reason == f"a training step fails with it in low precision: {type(error).__name__}: {error}"
     )
 
 

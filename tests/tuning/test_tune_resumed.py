@@ -52,7 +52,7 @@ def test_goes_on_where_it_was_cut_short(tmp_path: Path) -> None:
     again = Counted()
     tuned = tune(model, given=again, out=tmp_path)
     assert again.count < whole.count
-    assert "went on from evidence of an earlier call" in tuned.record.notes
+    assert "resumed from the evidence of an earlier call" in tuned.record.notes
     assert tuned.record.units == expected.record.units
     assert tuned.record.metric_change == expected.record.metric_change
     assert load(tmp_path / "tuning.json", Tuning) == tuned.record

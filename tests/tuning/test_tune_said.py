@@ -94,7 +94,7 @@ def test_what_is_no_linear_is_named() -> None:
     notes = "\n".join(tune(Mixed()).record.notes)
     assert "gru: a recurrent layer" in notes
     assert "conv: a Conv1D is not converted here; hint: replace it by an nn.Linear" in notes
-    assert not any("not looked at" in note for note in tune(make_trained()[0]).record.notes)
+    assert not any("not observed" in note for note in tune(make_trained()[0]).record.notes)
 
 
 @pytest.mark.parametrize("kind", ["loss", "step", "metric", "regression"])

@@ -96,7 +96,7 @@ def test_a_run_that_ends_apart_drops_the_unit_of_the_largest_predicted_harm(monk
     assert placed(model) == seen[1]
     (left,) = [unit for unit in tuned.record.units if unit.linears == worst.linears]
     assert left.way == "high"
-    assert left.reason.startswith("trained 6 steps with it, the metric moved by +20.0000% [+10.0000%, +30.0000%]")
+    assert left.reason.startswith("after 6 training steps with it, the metric moved by +20.0000% [+10.0000%, +30.0000%]")
     assert tuned.record.training_change == ALIKE
     (rest,) = [unit for unit in tuned.record.units if unit.way != "high"]
     assert tuned.record.metric_change == rest.metric_change, "of what runs, not of what was measured before a unit left"
@@ -125,7 +125,7 @@ def test_runs_that_always_end_apart_convert_nothing(monkeypatch: pytest.MonkeyPa
     assert tuned.record.training_change is None
     assert tuned.record.gradients == "by the score, and by paired runs of 6 steps, which no unit passed"
     assert {unit.way for unit in tuned.record.units} == {"high"}
-    assert all("trained 6 steps with it" in unit.reason for unit in tuned.record.units if unit.harm is not None)
+    assert all("after 6 training steps with it" in unit.reason for unit in tuned.record.units if unit.harm is not None)
     tuned.revert()
     assert same(state_of(model, optimizer), before)
 
@@ -134,7 +134,7 @@ def test_runs_that_always_end_apart_convert_nothing(monkeypatch: pytest.MonkeyPa
     ("options", "said"),
     [
         ({"train": 5, "target": "serve"}, "with target='train'"),
-        ({"optimizer": torch.optim.SGD}, "optimizer= belongs to it"),
+        ({"optimizer": torch.optim.SGD}, "optimizer= needs train="),
         ({"train": -1}, "number of steps"),
     ],
 )

@@ -29,7 +29,7 @@ def test_a_person_can_read_what_was_found() -> None:
     assert chain.split() == ["tower.0", "to", "tower.2", "(2)", "chain", "90.0%", "1.50x", "+0.0100%", "as", "wide", "as", "it", "can", "be"]  # fmt: skip
     for value, name in (("chain", "runs as"), ("as wide", "why")):
         assert chain.index(value) == head.index(name)
-    for value, name in (("90.0%", "FLOPs"), ("1.50x", "speed"), ("+0.0100%", "measured")):
+    for value, name in (("90.0%", "FLOPs"), ("1.50x", "speed"), ("+0.0100%", "measured change")):
         assert chain.index(value) + len(value) == head.index(name) + len(name)
     assert kept.index("it is") == table.index("a quarter") == head.index("why")
     assert alarm == "    alarm: column 0 has a mean of 1975"

@@ -1,23 +1,27 @@
-"""tuning: one call from a model to a faster model with proof. Read it top to bottom and you have seen the product.
+"""tuning: `loka.tune` turns a model into a faster one and proves it. To understand the product, read this room.
 
-loop.py         the call: check what was given, run the session, apply its plan
-session.py      the loop, phase by phase: look, choose, verify, record
-call.py         what was asked, and what is chosen so far
-task.py         what the user gave: a model, batches, a loss or a step; how they are run
-looking.py      the units of the model, the magnitudes their scales come from, what each way would do to the loss
-timing.py       a unit and the whole step as they will run: compiled, in a CUDA graph
-estimating.py   how fast a unit would be on a GPU that is not here, with an error bar
-choosing.py     units timed or estimated, and dropped where they are not faster
-rehearsal.py    one step of training with everything in it, and a paired run of training where asked for
-metric.py       the metric with units swapped in; linears leave until it is within the margin
-gradients.py    whether what the kernels return in backward is a gradient: beside 16 bits, and beside the reference
-whole_step.py   the whole step beside compiled 16 bits; units leave until it is faster
-tables.py       formats of embedding tables and codecs of collectives, under the same margin
-comparing.py    the metric of two runs on the same held-out batches, paired
-evidence.py     everything measured, on disk as soon as it is known, so that a call that was cut short goes on
+A *unit* is what is converted as one: a chain of linears with the norms and activations between them, or one linear.
+Its *way* is how it runs: as a "chain", under a recipe such as "rowwise", or "high" (not converted).
+An *offer* is a unit with a way that the accuracy score allows (`loka.dispatch.choosing`; plans of a report use it too).
+The *selection* holds the offers that have passed every check so far.
+
+loop.py         `tune`: check the arguments, run the session, apply its plan
+session.py      the phases in order: look, choose, verify, record
+call.py         the arguments of one call, and the current selection
+task.py         the user's model, batches and loss or step, and how to run them
+looking.py      find the units, record the magnitudes for their scales, score what each way would do to the loss
+timing.py       time a unit or the whole step as it will run: compiled, in a CUDA graph
+estimating.py   estimate the speed of a unit on a GPU that is not present, with an error bar
+choosing.py     time or estimate every unit, and drop those that are not faster
+rehearsal.py    run one training step with the selection; on request, train two copies and compare them
+metric.py       measure the metric with units swapped in, and drop linears until it is within the margin
+gradients.py    check the gradients of the kernels against 16-bit gradients and against the reference kernels
+whole_step.py   time the whole step against the compiled 16-bit one, and drop units until it is faster
+tables.py       choose formats of embedding tables and codecs of collectives within the same margin
+comparing.py    compare the metric of two runs on the same held-out batches, paired
+evidence.py     save every measurement at once, so that an interrupted call can resume
+progress.py     the progress bar
 tuned.py        the result
-
-Which way of a unit the score lets through is decided in loka.dispatch.choosing, for plans of a report too.
 """
 
 from loka.tuning.estimating import Estimator, estimate_model

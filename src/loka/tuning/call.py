@@ -1,4 +1,4 @@
-"""What one call of tune was asked, and what it has chosen so far. The phases (`loka.tuning.session`) read the first and change the second."""
+"""The arguments of one `loka.tune` call, and its current selection. The phases read the first and change the second."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,23 +19,23 @@ from loka.tuning.task import MakeOptimizer, Task
 
 @dataclass
 class Call:
-    """One call of tune: what was asked, what is known, what the record will say.
+    """The arguments of one call, its budget, and what goes into the record besides the selection.
 
     Args:
         task: the model, its batches and its loss.
-        metric: as `loka.tune` takes it.
-        margin: relative change of the metric that counts as none.
-        training: whether gradients count; otherwise the model is for serving.
-        budget: seconds.
-        thorough: compile in every way there is.
-        evidence: what was measured, on disk.
-        progress: who is shown how far it is.
-        estimator: of speeds on a device that is not here.
-        row_factor: rows of a call there over those here.
-        train: steps of a paired run of training.
-        optimizer: that it trains with.
-        choose_tables, choose_collectives: whether formats of tables, and codecs of what ranks send, are chosen too.
-        cuda_graph: whether steps will run in a CUDA graph; otherwise one takes as long as the host takes to launch it, where that is longer.
+        metric: see `loka.tune`.
+        margin: acceptable relative change of the metric.
+        training: tune for training, so gradients count; otherwise for serving.
+        budget: seconds for timing.
+        thorough: compile in every way of `timing.COMPILERS`.
+        evidence: the measurements so far, on disk.
+        progress: the progress bar.
+        estimator: estimates speeds on a device that is not present.
+        row_factor: rows per call on that device, relative to here.
+        train: steps of the paired training run.
+        optimizer: makes its optimizer from parameters.
+        choose_tables, choose_collectives: also choose formats of tables, and codecs of collectives.
+        cuda_graph: whether steps will run in a CUDA graph. If not, a step takes at least its launch time on the host.
     """
 
     task: Task
@@ -53,63 +53,66 @@ class Call:
     choose_tables: bool = False
     choose_collectives: bool = False
     cuda_graph: bool = True
-    untimed: str | None = None  # why nothing is timed here
+    untimed: str | None = None  # why nothing can be timed here
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     began: float = field(default_factory=time.monotonic)
 
     @property
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left of the budget."""
         return self.budget - (time.monotonic() - self.began)
 
     @property
     def compilers(self) -> list[str]:
-        """Ways to compile, each of which is tried; the default first."""
+        """Compile modes to try (keys of `timing.COMPILERS`), the default first."""
         return list(timing.COMPILERS) if self.thorough else [""]
 
     @property
     def device_name(self) -> str:
-        """As records name it."""
+        """Device name as records spell it."""
         return name_device(self.task.device)
 
     @property
     def environment(self) -> Environment:
-        """Where all of it ran."""
+        """Hardware and software this runs on, for the record."""
         return environment_of(self.task.model)
 
     def phase(self, name: str) -> Any:
-        """Shown and timed."""
+        """Show a phase in the progress bar and add its time to `seconds`."""
         return self.progress.phase(name, self.seconds)
 
     def margin_for(self, change: Interval) -> float:
-        """What a change is held against: the margin, or a coarser one where its interval does not resolve that."""
+        """Return the margin to judge a change by: the user's, or a coarser one if the interval is wider than that."""
         return self.margin if change.high - change.value <= self.margin else max(COARSE_MARGIN, self.margin)
 
     def is_within(self, change: Interval, used: float) -> bool:
-        """By its upper end; and where a coarser margin is used because the data do not resolve the one that was asked for, the change as measured is still held to that one: a unit must not pass for being noisy."""
+        """Check whether the upper end of a change is within `used`, and its value within the user's margin.
+
+        The second check matters if `used` is coarser than the user's margin: noise must not help a unit to pass.
+        """
         return change.high <= used and change.value <= self.margin
 
 
 @dataclass
 class Selection:
-    """What is chosen so far, and what was measured of it.
+    """The offers that are still in, and everything measured about them.
 
     Args:
-        looked: what was seen of every linear.
-        chosen: every offer that was made, and why linears stay in high precision.
-        base: the losses of the held-out batches in high precision.
-        mods: rewrites that the model has.
-        used: the margin that changes are held against.
-        offers: those that are still in.
-        speeds: measured, by offer.
-        estimates: the same on a device that is not here.
+        looked: observations of every linear.
+        chosen: every offer ever made, and why linears stay in high precision.
+        base: losses of the held-out batches in high precision.
+        mods: mods that the model has.
+        used: the margin that changes are judged by.
+        offers: the offers that are still in.
+        speeds: measured speed-up by offer.
+        estimates: estimated speed-up by offer, on a device that is not present.
         alone: change of the metric with one offer swapped in.
-        change: with all of them; None where none is in.
-        swapped: the losses that came of.
-        unresolved: that change, where the data resolve a coarser margin than was asked for.
-        may_leave_mods: whether tune chose the mods itself: they leave where they make the step slower.
-        tables, collectives: chosen beside them.
+        change: change of the metric with all offers swapped in; None if there are none.
+        swapped: the losses behind `change`.
+        unresolved: `change`, if the data cannot resolve the user's margin and a coarser one is used.
+        may_leave_mods: whether tune applied the mods itself and may drop them if they make the step slower.
+        tables, collectives: formats and codecs chosen along with the offers.
     """
 
     looked: Looked
@@ -129,19 +132,19 @@ class Selection:
     collectives: list[CollectivePlan] = field(default_factory=list)
 
     def drop(self, offer: Offer, why: str) -> None:
-        """Leave an offer out: its linears stay in high precision."""
+        """Drop an offer: its linears stay in high precision."""
         self.offers = [o for o in self.offers if o is not offer]
         self.chosen.kept.update(dict.fromkeys(offer.unit.linears, why))
 
     def replace(self, offer: Offer, parts: list[Offer]) -> None:
-        """Put parts of an offer in its place; what was measured of the whole is not true of the part that has its name."""
+        """Replace an offer by parts of it. Measurements of the whole are discarded: a part may have its name."""
         for known in (self.speeds, self.estimates, self.alone):
             known.pop(offer.name, None)
         self.chosen.offers[:] = [*(o for o in self.chosen.offers if o is not offer), *parts]
         self.offers = [*(o for o in self.offers if o is not offer), *parts]
 
     def leave_out(self, linear: str, why: str, *, training: bool) -> None:
-        """Leave one linear out of the offer that holds it; what is left of its chain stays in, as offers of their own."""
+        """Drop one linear of an offer. The rest of its chain stays in, as separate offers."""
         offer = next(offer for offer in self.offers if linear in offer.unit.linears)
         if len(offer.unit.links) == 1:
             self.drop(offer, why)
@@ -150,7 +153,7 @@ class Selection:
         self.replace(offer, [part_of(offer, unit, self.looked, training=training) for unit in split_unit(offer.unit, {linear})])  # fmt: skip
 
     def put_back(self, linear: str, mine: list[Offer], parts: list[Offer]) -> None:
-        """Take a linear that was left out in again: parts of a chain that hold it replace those that do not."""
+        """Add a dropped linear again: `parts`, chains that contain it, replace the offers `mine`, which do not."""
         for offer in mine:
             self.replace(offer, [])
         del self.chosen.kept[linear]
@@ -158,12 +161,12 @@ class Selection:
         self.offers = [*self.offers, *parts]
 
     def to_plan(self, call: Call, offers: list[Offer] | None = None, mods: list[str] | None = None) -> Plan:
-        """What is in, with what was measured of it, and a word for every linear that is not.
+        """Build a plan of the offers with their measurements, and the reason for every linear that is not converted.
 
         Args:
-            call: whose selection it is.
-            offers: some offers instead of those that are in.
-            mods: what the plan applies first; None for a model that has them.
+            call: the call this selection belongs to.
+            offers: use these offers instead of the current ones.
+            mods: mods that the plan applies first; None for a model that already has them.
 
         Returns:
             The plan.
@@ -200,7 +203,7 @@ class Selection:
 
 
 def _say_untimed(call: Call) -> str:
-    """What a plan without measured speeds rests on."""
+    """Return the note of a plan without measured speeds: what it is based on."""
     if call.estimator is None:
         return f"made for accuracy only: no speed was measured on {call.device_name}"
-    return f"the plan to try first on {call.estimator.target}: speeds are {call.estimator}; none was measured, so tune again there"
+    return f"a first plan to try on {call.estimator.target}: speeds are {call.estimator}; none was measured, so tune again on that device"  # fmt: skip

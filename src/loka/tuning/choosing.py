@@ -1,6 +1,7 @@
-"""Which units are worth it: each is timed in FP8 beside compiled 16 bits, or estimated for a device that is not here, and dropped where it is not faster.
+"""Time every unit against compiled 16-bit code, or estimate it for another device, and drop those that are not faster.
 
-Which ways of a unit are safe enough to be tried is decided before, in `loka.dispatch.choosing`; whether the metric holds is found out afterwards, in `loka.tuning.metric`.
+Which ways are accurate enough to try is decided before, in `loka.dispatch.choosing`. Whether the metric holds is
+measured afterwards, in `loka.tuning.metric`.
 """
 
 import hashlib
@@ -20,12 +21,12 @@ from loka.tuning.call import Call, Selection
 from loka.tuning.estimating import Estimator, Unit
 from loka.units import place
 
-ALONE = "rowwise"  # what a library would do with the linears of a chain
-CLEARLY = 1.03  # times as fast: differences under 3 % are noise
+ALONE = "rowwise"  # recipe for the linears of a chain if each runs by itself, as other FP8 libraries do
+CLEARLY = 1.03  # a way must be this many times faster to replace another: differences below 3 % are noise
 
 
 def choose_faster(call: Call, selection: Selection) -> None:
-    """Drop the units that are not faster than compiled 16 bits: as measured here, or as estimated for another device."""
+    """Drop units that are not faster than compiled 16-bit code, as measured here or estimated for another device."""
     if timing.can_time(call.task.device) is None:
         _time_units(call, selection)
     elif call.estimator is not None:
@@ -40,9 +41,9 @@ def _time_units(call: Call, selection: Selection) -> None:
             timed = time_unit(call, offer, selection.looked)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except Exception as error:  # a kernel that does not compile at this shape: the others go on
-            traceback.clear_frames(error.__traceback__)  # they hold its tensors
-            selection.drop(offer, f"{offer.way}: it fails where it is timed: {type(error).__name__}: {error}")
+        except Exception as error:  # for example a kernel that does not compile at this shape: try the other units
+            traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
+            selection.drop(offer, f"{offer.way}: it fails when it is timed: {type(error).__name__}: {error}")
             continue
         if timed is None:
             continue
@@ -50,25 +51,26 @@ def _time_units(call: Call, selection: Selection) -> None:
         way = way if timed[way].value > CLEARLY * timed[offer.way].value else offer.way
         found, parts = timed[way], [offer]
         if way != offer.way:
-            why = f"{found.value:.2f}x, where the chain {offer.name} is {timed[offer.way].value:.2f}x"
+            why = f"{found.value:.2f}x, where the chain {offer.name} is only {timed[offer.way].value:.2f}x"
             parts = take_apart(offer, way, selection.looked, why=why, training=call.training)
             selection.replace(offer, parts)
         selection.speeds.update(dict.fromkeys((o.name for o in parts), found))
         if found.low <= 1.0:
             for part in parts:
-                selection.drop(part, f"{way}: {found:.2fx}, not faster than compiled 16 bits")
+                selection.drop(part, f"{way}: {found:.2fx}, not faster than compiled 16-bit code")
 
 
 def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] | None:
-    """Time a unit cut out of the model, beside compiled 16 bits. Units of one shape are timed once.
+    """Time a unit, cut out of the model, against compiled 16-bit code. Units of the same shape are timed once.
 
     Args:
-        call: whose budget and evidence it is.
+        call: provides the budget and the evidence.
         offer: the unit.
-        looked: what was seen of its linears.
+        looked: observations of its linears.
 
     Returns:
-        Speed-ups by way: as it is offered and, of a chain that is served, its linears each by itself as a library would run them. None where the budget does not reach.
+        Speed-up by way: the offered one and, for a served chain, its linears each by itself (`ALONE`). None if the
+        budget does not allow it.
     """
     rows = looked.sites[offer.unit.linears[0]].rows
     ways = [offer.way, *([ALONE] if offer.way == "chain" and not call.training else [])]
@@ -79,12 +81,12 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
         return known
     if late:
         call.notes.append(
-            f"{offer.name} was not timed alone: the budget of {call.budget:g} s is kept for the whole step"
+            f"{offer.name} was not timed alone: the rest of the budget of {call.budget:g} s is kept for the whole step"
         )
         return None
     task = call.task
     plain, _ = timing.make_fragment(task.model, offer.unit)
-    first = next(plain.parameters())  # of the unit: the model's own may be a table of another type, or elsewhere
+    first = next(plain.parameters())  # of the unit: the model's first may be a table of another dtype or device
     x = torch.randn(rows, offer.unit.links[0].k, device=first.device, dtype=task.autocast or first.dtype)
     options: dict[str, Any] = {"training": call.training, "autocast": task.autocast, "mode": None}
     runs = {"bf16": timing.fragment_step(plain.train(call.training), x, **options)}
@@ -94,30 +96,30 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
 
 
 def spell_key(model: nn.Module, unit: UnitPlan, way: str, rows: int) -> str:
-    """What the time of a unit is kept under: all that decides which kernels it runs, on what sizes.
+    """Return the key under which a unit's time is cached: everything that decides which kernels run, on what sizes.
 
     Args:
-        model: whose unit it is.
+        model: contains the unit.
         unit: the unit.
-        way: that it runs.
-        rows: of a call.
+        way: how it runs.
+        rows: rows per call.
 
     Returns:
-        The key, the same for units that are alike.
+        The key, the same for units that run the same kernels.
     """
     shape = " ".join(
         f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
         for link in unit.links
     )
     members = {name for link in unit.links for name in (link.linear, *link.passed)}
-    # biases are added, and weights that are frozen have no gradient
+    # biases add work, and frozen weights need no gradient
     held = [(*p.shape, str(p.dtype), p.requires_grad) for name, module in named_sites(model) if name in members for p in module.parameters()]  # fmt: skip
     scaled = f"{unit.scales} {unit.gradient}{' bounded' * unit.bounded_input}"
     return f"unit {way} {rows} {shape} {scaled} {hashlib.sha256(repr(held).encode()).hexdigest()[:16]}"
 
 
 def _lower_fragment(call: Call, offer: Offer, way: str, x: Tensor) -> nn.Module:
-    """A unit cut out of the model and converted."""
+    """Return a copy of the unit, cut out of the model and converted."""
     low, unit = timing.make_fragment(call.task.model, offer.unit)
     low.train(call.training)
     if way != "chain":
@@ -125,17 +127,17 @@ def _lower_fragment(call: Call, offer: Offer, way: str, x: Tensor) -> nn.Module:
         return low
     chain = place(low, unit)
     if call.training:
-        _prime(call, low, x)
+        _warm_up_scales(call, low, x)
     else:
         low.requires_grad_(False)
         chain.freeze()
     return low
 
 
-def _prime(call: Call, model: nn.Module, x: Tensor) -> None:
-    """Steps without a change, so that delayed scales are known before anything is compiled."""
+def _warm_up_scales(call: Call, model: nn.Module, x: Tensor) -> None:
+    """Train two steps at a learning rate of 0, so that delayed scales are set before anything is compiled."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x = x.detach().requires_grad_()  # of a unit that is frozen a gradient passes through all the same
+    x = x.detach().requires_grad_()  # so that backward works even if every parameter is frozen
     for _ in range(2):
         with call.task.context():
             model(x).float().sum().backward()
@@ -157,7 +159,7 @@ def _estimate_units(call: Call, estimator: Estimator, selection: Selection) -> N
 
 
 def estimate(call: Call, selection: Selection) -> Estimate | None:
-    """All linears together, as they would run on the device that is estimated for: those that are not taken are in 16 bits on both sides."""
+    """Estimate all linears together on the target device. Those that stay in 16-bit count on both sides."""
     found, looked, offers = call.estimator, selection.looked, selection.offers
     if found is None:
         return None
@@ -180,6 +182,6 @@ def estimate(call: Call, selection: Selection) -> Estimate | None:
 
 
 def _unit_of(call: Call, offer: Offer, looked: Looked) -> Unit:
-    """An offer by its sizes, with the rows it would have on the device that is estimated for."""
+    """Return the sizes of an offer, with the rows it would have on the target device."""
     rows = max(1, round(looked.sites[offer.name].rows * call.row_factor))
     return Unit(rows, tuple((link.k, link.n) for link in offer.unit.links), call.training)

@@ -1,10 +1,10 @@
-"""A plan compared on the model itself: the metric with it and without it, on the same held-out batches, paired.
+"""Compare a plan with high precision on the model itself: the metric on the same held-out batches, paired.
 
     change = mean(with - without) / mean(without)           lower is better: a loss
 
-The interval is over examples where the loss gives one number each, over batches otherwise or where these differ (`loka.probe.paired`); both runs have the same weights and random state, so what
-differs is the arithmetic alone.
-The upper end decides: a plan whose change may exceed the margin is not within it.
+Both runs have the same weights and random state, so only the arithmetic differs. The interval is over examples if the
+loss has one value per example, and over batches if it does not or if batches differ (`loka.probe.paired`). The upper
+end decides: a plan whose change may exceed the margin is not within it.
 """
 
 import copy
@@ -25,13 +25,14 @@ from loka.units.undisturbed import gradients_aside, undisturbed
 
 
 def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_trained: bool = False) -> Losses:
-    """The loss of held-out batches, in eval mode, with the same random numbers in every call.
+    """Compute the losses of batches, in eval mode, with the same random numbers in every call.
 
     Args:
-        task: what the user gave.
-        batches: which.
-        metric: metric(model, batch) -> a number or a tensor of them, lower is better; None is the task's own loss.
-        as_trained: run the differentiable form, whose scales are those of training; serving scales the input of a chain otherwise.
+        task: the model and how to run it.
+        batches: usually the held-out ones.
+        metric: metric(model, batch) -> a number or a tensor of numbers, lower is better; None uses the task's loss.
+        as_trained: run the differentiable form with the scales of training. In serving, the input of a chain is
+            scaled differently.
 
     Returns:
         The losses, on the CPU, in order.
@@ -41,21 +42,22 @@ def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_train
         model.eval()
         torch.manual_seed(0)
         for batch in batches:
-            value = task.losses(model, batch) if metric is None else _values(metric(model, batch))
+            value = task.losses(model, batch) if metric is None else _as_tensor(metric(model, batch))
             parts.append(value.detach())
     return gather(parts)
 
 
 def compare(found: Losses, base: Losses, metric: Any = None) -> Interval:
-    """The change of the metric.
+    """Compare two evaluations.
 
     Args:
-        found: with something converted.
-        base: in high precision.
-        metric: as for `evaluate`. One of the user's may count: that none of its values changed is then no proof that none would.
+        found: losses with something converted.
+        base: losses in high precision.
+        metric: see `evaluate`. A user's metric may be discrete, such as an error rate, and unchanged although outputs
+            changed. Its interval then allows for a change too small for these values to show.
 
     Returns:
-        The relative change, paired, with its interval.
+        The relative change of the metric, paired, with its interval.
     """
     if metric is None or base.step or not torch.equal(found.values, base.values):
         return found.change_from(base)
@@ -63,15 +65,15 @@ def compare(found: Losses, base: Losses, metric: Any = None) -> Interval:
 
 
 def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = False) -> Losses | None:
-    """The loss of held-out batches when every example gets the batch's mean prediction: what a model that tells nobody apart has.
+    """Compute the held-out losses if every example gets the batch's mean prediction, as from a constant model.
 
     Args:
-        task: what the user gave.
-        metric: as for `evaluate`.
-        as_trained: as for `evaluate`.
+        task: the model and how to run it.
+        metric: see `evaluate`.
+        as_trained: see `evaluate`.
 
     Returns:
-        The losses; None where the model returned nothing that could be averaged.
+        The losses; None if the model returned nothing that can be averaged.
     """
     changed = False
 
@@ -95,7 +97,9 @@ def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = Fals
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A copy of a model that has run: what its forward left behind (the weight of weight_norm, an activation for an auxiliary loss) may be part of a graph, which a plain deepcopy refuses.
+    """Copy a model that has run. Its forward may have stored tensors with a graph, which a plain deepcopy refuses.
+
+    Examples are the weight of weight_norm, or an activation kept for an auxiliary loss.
 
     Args:
         model: any module.
@@ -108,18 +112,21 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | None, metric: Any, told: Callable[[int], None]) -> Interval:  # fmt: skip
-    """Train two copies of the model on the batches that choose, with the same random numbers, one of them by the plan; the change on the held-out ones.
+    """Train two copies of the model, one converted, with the same batches and random numbers, and compare them.
+
+    They train on the first half of the batches and are compared on the held-out ones.
 
     Args:
-        task: what the user gave; its model is not trained.
-        plan: what the second copy runs.
-        steps: of each copy.
-        optimizer: optimizer(parameters); None is AdamW at 1e-3.
-        metric: as for `evaluate`.
-        told: how many steps are done.
+        task: the model and how to run it; its own model is not trained.
+        plan: applied to the second copy.
+        steps: training steps of each copy.
+        optimizer: makes an optimizer from parameters; None uses AdamW at 1e-3.
+        metric: see `evaluate`.
+        told: called with the number of steps done.
 
     Returns:
-        The relative change, paired, with its interval over examples; what two runs differ by anyway is in it.
+        The relative change of the metric, with its interval over examples. It includes what two training runs differ
+        by anyway.
 
     Raises:
         ValueError: the step does not train the model it is given.
@@ -152,23 +159,23 @@ def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Calla
         told(step + 1)
 
 
-def _values(value: Any) -> Tensor:
-    """What a metric returned: numbers of any kind, which a library may have computed."""
+def _as_tensor(value: Any) -> Tensor:
+    """Return the value of a metric as a floating tensor; a number may also be one of NumPy's."""
     if isinstance(value, Real):
         return torch.tensor(float(value), dtype=torch.float64)
     if not isinstance(value, Tensor) or value.is_complex():
         kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"the metric returned {kind}, expected a number or a tensor of them, lower is better")
+        raise ValueError(f"the metric returned {kind}, expected a number or a tensor of numbers, lower is better")
     return value if value.is_floating_point() else value.double()
 
 
 @contextmanager
 def converted(model: nn.Module, plan: Plan) -> Iterator[Any]:
-    """Run with a plan placed, and without it afterwards.
+    """Convert a model by a plan inside the block, and revert it afterwards.
 
     Args:
-        model: not converted.
-        plan: what to place.
+        model: a model that is not converted.
+        plan: the plan to apply.
 
     Returns:
         The conversion, inside the block.

@@ -1,7 +1,8 @@
-"""Everything that was measured, on disk as soon as it is known. A call that was cut short goes on where it was: what is known is not measured again.
+"""Save every measurement to disk at once, so that an interrupted call resumes without measuring it again.
 
-One JSON file, replaced in one step, so that a kill at any moment leaves the old one or the new one. It belongs to one model (names and shapes of its parameters) on one machine with one torch
-and one REVISION of what units run: for any other it is set aside, never mixed.
+The file is one JSON file, replaced atomically, so a kill at any moment leaves either the old or the new one. It belongs
+to one model (names and shapes of its parameters) on one machine, with one version of torch and one REVISION of the
+code. If any of these differ, an existing file is renamed and not used.
 """
 
 import hashlib
@@ -16,16 +17,18 @@ from torch import Tensor, nn
 from loka.measure.device import device_of, name_device
 from loka.records import Interval, write_atomically
 
-REVISION = 4  # raised where the same unit runs, or is timed with, something else than before. 2: weight gradients are added exactly. 3: a step quantises its weights anew. 4: steps follow one another without a pause
+# Raised when the same unit runs different code, or is timed differently. 2: weight gradients are added exactly.
+# 3: a step quantizes its weights again. 4: steps run back to back.
+REVISION = 4
 
 
 class Evidence:
-    """What is known so far.
+    """The measurements so far, by key.
 
     Args:
-        folder: where to keep it; None keeps it in memory.
-        model: whose evidence it is.
-        settings: what else it depends on.
+        folder: where to save them; None keeps them in memory.
+        model: the model they belong to.
+        settings: other settings they depend on.
 
     Example:
         >>> evidence = Evidence("runs/x", model, {"target": "train"})
@@ -51,11 +54,11 @@ class Evidence:
                 self.path.replace(self.path.with_name("evidence-of-another-model.json"))
 
     def get(self, key: str) -> Any:
-        """What is known under a key, or None."""
+        """Return the value of a key, or None."""
         return self.known.get(key)
 
     def put(self, key: str, value: Any) -> Any:
-        """Keep a value that JSON can hold; returns it."""
+        """Save a JSON value and return it."""
         self.known[key] = value
         if self.path is not None:
             text = json.dumps({"fingerprint": self.fingerprint, "known": self.known}, indent=1)
@@ -63,18 +66,18 @@ class Evidence:
         return value
 
     def get_interval(self, key: str) -> Interval | None:
-        """An interval that was put."""
+        """Return the interval saved under a key, or None."""
         found = self.get(key)
         return None if found is None else Interval(value=found[0], low=found[1], high=found[2])
 
     def put_interval(self, key: str, interval: Interval) -> Interval:
-        """Keep an interval; returns it."""
+        """Save an interval and return it."""
         self.put(key, [interval.value, interval.low, interval.high])
         return interval
 
 
 def digest(record: msgspec.Struct) -> str:
-    """Of all that a record says, for a key: other names, sizes or magnitudes have another.
+    """Return a hash of a record, for use in a key.
 
     Args:
         record: a unit.

@@ -1,7 +1,8 @@
-"""Look at a model: its units, the magnitudes their scales come from, and what every way of running a linear would do to the loss.
+"""Observe a model: its units, the magnitudes for their scales, and what each way of running a linear does to the loss.
 
-A few batches run forward and backward in high precision with hooks; nothing is trained, gradients are dropped. Per linear and call some rows are kept for a moment: x, the gradient of the
-output, the weight. From these `loka.probe.score` predicts the relative change of the loss for every recipe and GEMM.
+A few batches run forward and backward in high precision with hooks. Nothing is trained, and gradients are discarded.
+Each call of a linear keeps some rows for a moment: the input x, the gradient dy of the output, and the weight. From
+these `loka.probe.score` predicts the relative change of the loss for every recipe and GEMM.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
 
 __all__ = ["Looked", "SiteLook", "look", "name_unseen"]
 
-ROWS = 1024  # of a call that are scored
+ROWS = 1024  # rows of a call to score
 Progress = Callable[[str, int, int], None]
 
 
@@ -34,13 +35,14 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
     """Run a few batches with hooks.
 
     Args:
-        task: what the user gave.
-        training: with gradients: without, only forward magnitudes are seen and nothing can be scored unless a gradient exists, so gradients are computed here in both cases.
-        batches: how many at most.
-        progress: told after every batch.
+        task: the model and how to run it.
+        training: find units for training; otherwise for serving. Gradients are computed in both cases: the score needs
+            them.
+        batches: number of batches to run at most.
+        progress: called after every batch.
 
     Returns:
-        Units with magnitudes, and per linear what each recipe would do to the loss.
+        The units with magnitudes, and for every linear what each recipe would do to the loss.
 
     Raises:
         ValueError: the loss of a batch is not finite.
@@ -48,32 +50,32 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
     model, chosen = task.model, task.looking[:batches]
     found = discover(model, task.steps(), serving=not training, linears=1)
     linears = [(n, module) for n, module in named_sites(model, once=True) if isinstance(module, nn.Linear)]
-    eyes = {name: _Eye(name, module, len(found.rows.get(name, [1]))) for name, module in linears}
+    observers = {name: _Observer(name, module, len(found.rows.get(name, [1]))) for name, module in linears}
     total = 0.0
     with ExitStack() as stack:
         stack.enter_context(_differentiable(model))
         seen = stack.enter_context(measuring(model, found.units))
-        for eye in eyes.values():
-            stack.callback(eye.module.register_forward_hook(eye.see, with_kwargs=True).remove)
+        for observer in observers.values():
+            stack.callback(observer.module.register_forward_hook(observer.see, with_kwargs=True).remove)
         for index, batch in enumerate(chosen):
             with torch.enable_grad():
                 loss = task.mean_loss(model, batch)
-                # gradients that a step takes on its way, for a penalty, are of something else
-                for eye in eyes.values():
-                    eye.armed = True
+                # from here on: a step may take other gradients in its forward, for a penalty
+                for observer in observers.values():
+                    observer.armed = True
                 loss.backward()  # type: ignore[no-untyped-call]
             value = loss.detach()
             if not bool(value.isfinite()):
                 raise ValueError(f"the loss of batch {index} is {float(value)}: expected a finite number; hint: leave that batch out")  # fmt: skip
-            for eye in eyes.values():
-                eye.judge(value)
+            for observer in observers.values():
+                observer.judge(value)
             total += float(value) / len(chosen)
             model.zero_grad(set_to_none=True)
             if progress is not None:
                 progress("look", index + 1, len(chosen))
     units = seen.units()
     return Looked(
-        {name: eye.finish(total, len(chosen)) for name, eye in eyes.items()},
+        {name: observer.finish(total, len(chosen)) for name, observer in observers.items()},
         units,
         found.alone,
         total,
@@ -82,13 +84,13 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
 
 
 def name_unseen(model: nn.Module) -> list[str]:
-    """What multiplies in a model and is no nn.Linear: it stays in 16 bits, and the shares of units do not count it.
+    """Describe matrix products that are not an nn.Linear. They stay in 16-bit, and FLOPs shares do not count them.
 
     Args:
         model: any module.
 
     Returns:
-        One sentence for every reason, with the names; empty where linears are all there is.
+        One note per reason, with the names of the modules; empty if there are only linears.
     """
     linears = {id(module) for _, module in named_sites(model) if isinstance(module, nn.Linear)}
     reasons: dict[str, list[str]] = {}
@@ -100,31 +102,31 @@ def name_unseen(model: nn.Module) -> list[str]:
             kind = type(module).__name__
             hint = "; hint: replace it by an nn.Linear with the transposed weight" if kind == "Conv1D" else ""
             reasons.setdefault(f"a {kind} is not converted here{hint}", []).append(name)
-    return [f"not looked at, and not among the FLOPs of these units: {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}" for why, names in reasons.items()]  # fmt: skip
+    return [f"not observed, and not counted in the FLOPs of these units: {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}" for why, names in reasons.items()]  # fmt: skip
 
 
 class _Rows(NamedTuple):
-    """Some rows of one call."""
+    """Some rows of one call, and statistics over all of its rows."""
 
     x: Tensor
     dy: Tensor
-    total: int  # rows, with those that are not kept
-    largest: Tensor  # magnitude of dy, of all rows
-    left: Tensor  # of dy in its sum, of all rows
+    total: int  # number of all rows
+    largest: Tensor  # amax of dy over all rows
+    left: Tensor  # `left_in_sum` of dy over all rows
 
 
-class _Eye:
-    """One linear, looked at."""
+class _Observer:
+    """Observes one linear with hooks and scores what it sees."""
 
     def __init__(self, name: str, module: nn.Linear, calls: int) -> None:
         self.name, self.module = name, module
         self.look = SiteLook(name, module.in_features, module.out_features, calls=calls, refusal=refuse(module))
         self._rows: list[_Rows] = []
-        self._is_raw = True  # its input comes from the data: an offset that the model made itself is no mistake of who prepared them
+        self._is_raw = True  # the input is data and not an activation; only offsets in data are worth an alarm
         self.armed = False  # whether the loss is being differentiated
-        self._counted = 0  # rows, of all batches
+        self._counted = 0  # rows of all batches
         self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}
-        device = next(module.parameters()).device  # not `module.weight`: reading a parametrised one may change it
+        device = next(module.parameters()).device  # not `module.weight`: a parametrization may change when it is read
         self._largest = {role: torch.zeros((), device=device) for role in ("x", "dy")}
         self._kept: list[Tensor] = []
 
@@ -133,7 +135,7 @@ class _Eye:
         self._is_raw &= not given.requires_grad
         x = given.detach().reshape(-1, self.look.k)
         self.look.rows = max(self.look.rows, x.shape[0])
-        if not self.armed:  # a checkpoint calls it again in backward
+        if not self.armed:  # activation checkpointing calls it again in backward
             self._counted += x.shape[0]
         if not output.requires_grad or x.shape[0] == 0 or self.look.refusal:
             return
@@ -151,8 +153,8 @@ class _Eye:
 
     @torch.no_grad()
     def judge(self, loss: Tensor) -> None:
-        """Score the rows of this batch, then forget them."""
-        calls = len(self._rows)  # what they do to the loss adds up
+        """Score the rows of this batch, then discard them."""
+        calls = len(self._rows)  # the effects of several calls on the loss add up
         taken = sum(len(rows.x) for rows in self._rows) / max(calls, 1)
         for x, dy, count, largest_dy, left in self._rows:
             largest = {"x": x.abs().amax().float(), "dy": largest_dy}
@@ -180,7 +182,7 @@ class _Eye:
 
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
-    """Gradients for every parameter inside; afterwards the model is what it was, its own gradients and its random state included."""
+    """Require gradients of every parameter in the block, then restore the model, its gradients and the random state."""
     before = [(p, p.requires_grad) for p in model.parameters()]
     with undisturbed(model), gradients_aside(model):
         try:

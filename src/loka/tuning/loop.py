@@ -1,11 +1,12 @@
-"""The loop, in one call: look at the model, choose per unit the fastest way that is safe, verify the whole of it, apply it.
+"""`loka.tune`: observe a model, choose the fastest safe way for every unit, verify the result, apply it.
 
-    tuned = loka.tune(model, batches, loss)          # looks, chooses, verifies, applies
-    print(tuned)                                     # units, ways, the step beside bf16, the loss beside bf16
+    tuned = loka.tune(model, batches, loss)
+    print(tuned)                                     # every unit and its way, speed and loss compared with bf16
 
-Nothing is trained: the model's weights, gradients, buffers, modes and the random state are what they were, and so is the optimizer. An exception or Ctrl-C leaves the model as it was; with
-`out=` what was measured until then is on disk, and the same call goes on from there. The result is never slower than 16 bits and never outside the margin, as far as it was measured; otherwise
-nothing is converted, and the record says why.
+Nothing is trained. Weights, gradients, buffers, train/eval modes, the random state and the optimizer are left as they
+were. An exception or Ctrl-C leaves the model unchanged; with `out=`, the measurements so far are on disk and the same
+call resumes from them. As far as it was measured, the result is never slower than the 16-bit model and never outside
+the margin. If no such conversion is found, nothing is converted and the record says why.
 """
 
 from collections.abc import Callable, Iterable
@@ -61,37 +62,47 @@ def tune(
     out: str | Path | None = None,
     progress: bool | Told | None = None,
 ) -> Tuned:
-    """Make a model faster in FP8, with proof, in place.
+    """Make a model faster with FP8, in place, and measure that its quality holds.
 
     Args:
-        model: any nn.Module, trained for a while: what is safe for a model that has learned nothing says little.
-        batches: (inputs, target) pairs for a `loss`, anything for a `step`; half of them choose, the others verify. At most 64 are kept.
-        loss: loss(output, target); with one number per example (reduction="none") far fewer batches decide.
-        step: step(model, batch) -> loss, instead of a loss; it neither calls backward nor trains.
-        metric: metric(model, batch) -> a number or a tensor of them, lower is better, instead of the loss, for verifying; of an AUC give 1 - AUC.
-        margin: relative change of the metric that counts as none; 0.0002 is what the field calls significant.
-        architecture: also apply no_bias, block_norm and hard_swish first: another architecture, which must be trained. The metric is then compared with the modded model's own.
+        model: any nn.Module. Train it for a while first: results for an untrained model mean little.
+        batches: (inputs, target) pairs for `loss`, anything for `step`. At most 64 are kept. Choices are made on the
+            first half and verified on the second, the held-out batches.
+        loss: loss(output, target). One value per example (reduction="none") needs far fewer batches than a mean.
+        step: step(model, batch) -> loss, instead of `loss`. It must not call backward or an optimizer.
+        metric: metric(model, batch) -> a number or a tensor of numbers, lower is better; verified instead of the loss.
+            For AUC return 1 - AUC.
+        margin: relative change of the metric that is acceptable. A change of 0.0002 counts as significant in the field.
+        architecture: also apply the mods no_bias, block_norm and hard_swish first. They change the architecture, so the
+            model must be trained afterwards. The baseline of the metric is then the modified model in high precision.
         target: "train" times forward and backward; "serve" calibrates, times forward and freezes.
-        seconds: budget for timing; what would exceed it is not timed, and the record says so. Looking and verifying the metric take what they take.
-        autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
-        thorough: also compile with max-autotune and with coordinate descent, on both sides; a note says how to compile what was fastest.
-        cuda_graph: whether your step will run in a CUDA graph: captured, or compiled with mode="reduce-overhead". False for one that is launched kernel by kernel: it takes as long as the host takes to
-            launch it, where that is longer, and FP8 has more to launch; then what is faster only in a graph is not converted.
-        train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
-            the model itself is not trained. 0: gradients are judged by the score, and by a backward pass beside 16 bits and the reference.
-        optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
-        tables: also choose the rows of every embedding table: the fewest bytes within the margin. Such rows are rounded for good: reverting gives them back as they are then.
-        collectives: also choose codecs for the weights and gradients that ranks would send each other.
-        estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
-        row_factor: with `estimate_for`, rows of a call there over those here.
-        out: folder for evidence, plan, conversion, record and report; the same call goes on from what is there.
-        progress: a bar on stderr; None shows one in a terminal; a function(phase, done, total) is told instead.
+        seconds: budget for timing. What would exceed it is not timed, and the record says so. The budget does not
+            cover observing the model and verifying the metric.
+        autocast: autocast dtype. "auto" means bfloat16 for float32 models on a GPU, otherwise none.
+        thorough: also compile with max-autotune and with coordinate descent, both FP8 and the baseline. A note says how
+            to compile the fastest.
+        cuda_graph: whether your step will run in a CUDA graph, captured or compiled with mode="reduce-overhead". With
+            False, a step takes at least as long as the host needs to launch its kernels. FP8 launches more of them, so
+            units that are faster only in a graph are not converted.
+        train: number of steps of a paired training run, the only direct test of FP8 gradients. Two copies of the model,
+            one converted, train on the first half of the batches and are compared on the held-out ones. With 0,
+            gradients are judged by the score and by a backward pass compared with 16-bit and with reference kernels.
+        optimizer: for `train`: a function that makes an optimizer from parameters. None means AdamW at 1e-3.
+        tables: also choose a format for every embedding table, the smallest within the margin. This rounds the rows
+            permanently: reverting changes their format back, but does not restore the lost bits.
+        collectives: also choose codecs for the weights and gradients that ranks would exchange.
+        estimate_for: a device that is not present ("NVIDIA H200"). Units are chosen by their estimated speed there, and
+            labelled as estimates. Nothing is timed.
+        row_factor: for `estimate_for`: rows per call on that device, relative to the batches given here.
+        out: folder for evidence, plan, conversion, record and report. The same call resumes from it.
+        progress: show a progress bar on stderr; None shows it only in a terminal. A function(phase, done, total)
+            is called instead of showing a bar.
 
     Returns:
-        The model, converted, with the record of everything measured.
+        The converted model, with the record of everything measured.
 
     Raises:
-        ValueError: what was given cannot be run; the message says what was seen and what was expected.
+        ValueError: an argument cannot be used; the message says what was seen and what was expected.
 
     Example:
         >>> tuned = loka.tune(model, batches, torch.nn.functional.binary_cross_entropy_with_logits)
@@ -111,29 +122,29 @@ def tune(
         require_charts()
     inner = unwrap(model)
     _check_model(inner)
-    task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
-    training, estimator = target == "train", _estimator_for(estimate_for, row_factor, task.device)
+    task = Task(inner, batches, loss, step, _resolve_autocast(inner, autocast))
+    training, estimator = target == "train", _make_estimator(estimate_for, row_factor, task.device)
     _check_training(inner, train, target, optimizer)
-    present = _mods_of(inner, architecture)
+    present = _find_mods(inner, architecture)
     call = Call(
         task, metric, margin, training, seconds, thorough,
         evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast)}),
         progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
         choose_tables=tables, choose_collectives=collectives, cuda_graph=cuda_graph,
     )  # fmt: skip
-    # captured, and timed, is what runs on the current GPU
+    # steps are captured and timed on the current GPU, so it must be the model's
     with gradients_aside(inner), torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
         session = Session(call)
-        with put_back(inner), ExitStack() as undo:  # steps that are timed run the model, and replay what it writes to
+        with put_back(inner), ExitStack() as undo:  # timed steps write to the model's buffers
             session.time_original()
-            if present:  # the user's own, trained with them: they stay, and none are put on top
+            if present:  # the model was trained with these mods: keep them, and apply no others
                 names = present
             else:
                 undo.callback(mods_room.revert, inner)
                 names = session.apply_mods(list(mods_room.CORE) if architecture else [])
             made = session.run(names, may_leave_mods=not present and not architecture)
             record = msgspec.structs.replace(made, metric_name=_name_metric(metric))
-        # the plan applies mods again, so that what is loaded elsewhere is what was measured
+        # convert applies the mods of the plan itself, as it does when the plan is loaded elsewhere
         if record.plan.units or record.plan.mods or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
             done = convert(
                 inner,
@@ -151,31 +162,31 @@ def tune(
 
 
 def _name_metric(metric: Any) -> str:
-    """What a verdict calls what was verified."""
+    """Return the name of the metric that the verdict uses."""
     name = "loss" if metric is None else getattr(metric, "__name__", "metric")
     return "metric" if name == "<lambda>" else name
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what is converted already and what has no weights yet."""
+    """Raise if a model is already converted, or has weights without shape, values or gradients."""
     converted = [*(name for name, _ in linears_of(model)), *(name for name, _ in chains_of(model))]
     if converted:
         raise ValueError(f"already converted: {', '.join(converted[:5])}; call loka.revert(model) first")
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
-        raise ValueError(f"{', '.join(lazy[:5])} have no shape yet; hint: run the model on one batch, and train it, before it is tuned")  # fmt: skip
+        raise ValueError(f"{', '.join(lazy[:5])} have no shape yet; hint: run the model on one batch and train it before tuning it")  # fmt: skip
     if unused := [name for name, p in model.named_parameters() if p.is_inference()]:
-        raise ValueError(f"{', '.join(unused[:5])}: made under torch.inference_mode, which no gradient can pass; hint: make the model outside of it, then load_state_dict")  # fmt: skip
+        raise ValueError(f"{', '.join(unused[:5])}: made under torch.inference_mode, so they cannot have gradients; hint: make the model outside of it, then load_state_dict")  # fmt: skip
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ValueError(f"{', '.join(empty[:5])}: on the meta device, without values; hint: model.to_empty(device=...) and load_state_dict first")  # fmt: skip
 
 
-def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
-    """The mods a model has already; with them the architecture is what was trained, and is not changed again."""
+def _find_mods(model: nn.Module, architecture: bool) -> list[str]:
+    """Return the mods a model already has. It was trained with them, so its architecture is not changed again."""
     present = list(mods_room.applied_to(model))
     lacking = [name for name in mods_room.CORE if name not in {text.partition("(")[0] for text in present}]
     if present and architecture and lacking:
-        raise ValueError(f"architecture=True applies {', '.join(mods_room.CORE)}, and the model has {', '.join(present)} already; hint: leave architecture out, or loka.mods.revert(model) first")  # fmt: skip
+        raise ValueError(f"architecture=True applies {', '.join(mods_room.CORE)}, but the model already has {', '.join(present)}; hint: leave architecture out, or call loka.mods.revert(model) first")  # fmt: skip
     return present
 
 
@@ -188,27 +199,27 @@ def _check_training(model: nn.Module, steps: Any, target: str, optimizer: Any) -
         or (steps and target != "train")
         or (optimizer is not None and not steps)
     ):
-        raise ValueError(f"train={steps!r}: expected a number of steps, with target='train'; optimizer= belongs to it")
+        raise ValueError(f"train={steps!r}: expected a number of steps, with target='train'; optimizer= needs train=")
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
     if steps and optimizer is None and sparse:
-        raise ValueError(f"train={steps}: {', '.join(sparse[:5])} has sparse gradients, which AdamW does not take; hint: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=...)")  # fmt: skip
+        raise ValueError(f"train={steps}: {', '.join(sparse[:5])} has sparse gradients, which AdamW does not support; hint: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=...)")  # fmt: skip
 
 
-def _estimator_for(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:
-    """What estimates speeds elsewhere; None where nobody asked, or where the asked device is this one and is measured."""
+def _make_estimator(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:
+    """Return the estimator for a device, or None if none was requested or the device is this one and is measured."""
     if row_factor <= 0 or (row_factor != 1.0 and target is None):
-        raise ValueError(f"row_factor={row_factor:g}: expected a positive number, beside estimate_for='NVIDIA H200'")
+        raise ValueError(f"row_factor={row_factor:g}: expected a positive number, together with estimate_for='NVIDIA H200'")  # fmt: skip
     if target is None:
         return None
     if device.type == "cuda":
         here = torch.cuda.get_device_name(device)
         if here == target and row_factor == 1.0:
             return None
-        raise ValueError(f"estimate_for={target!r}: the model is on {here}, where speeds are measured; hint: leave it out, or move the model to the CPU to plan for another device")  # fmt: skip
+        raise ValueError(f"estimate_for={target!r}: the model is on {here}, where speeds are measured; hint: leave estimate_for out, or move the model to the CPU to plan for another device")  # fmt: skip
     return Estimator(target)
 
 
-def _computing_type(model: nn.Module, autocast: Any) -> torch.dtype | None:
+def _resolve_autocast(model: nn.Module, autocast: Any) -> torch.dtype | None:
     if autocast not in ("auto", None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast={autocast!r}: expected torch.bfloat16, torch.float16, None or 'auto'")
     if autocast != "auto":

@@ -1,4 +1,4 @@
-"""What tuning is doing, on stderr: the phase, how far it is, how long it has taken. Silent where nobody looks."""
+"""A progress bar on stderr: the current phase, how far it is and how long it has taken."""
 
 import sys
 import time
@@ -10,10 +10,11 @@ Told = Callable[[str, int, int | None], None]
 
 
 class Progress:
-    """A bar in a terminal.
+    """Progress bar of a `loka.tune` call.
 
     Args:
-        show: True, False, None for a terminal only; or told(phase, done, total) instead of a bar, total None where it is unknown.
+        show: True or False; None shows it only in a terminal. A function(phase, done, total) is called instead of
+            showing a bar; its total is None if unknown.
     """
 
     def __init__(self, show: "bool | Told | None" = None) -> None:
@@ -24,7 +25,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
-        """One phase; its time goes into `seconds`."""
+        """Show a phase while the block runs, and add its time to `seconds`."""
         began = time.monotonic()
         self._open(name)
         if self._told is not None:
@@ -36,14 +37,14 @@ class Progress:
             self._close()
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """How far a phase is."""
+        """Report how far a phase is."""
         if self._told is not None:
             self._told(phase, done, total)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
 
     def finish(self, text: str) -> None:
-        """The headline."""
+        """Print the verdict."""
         if self.show:
             print(f"loka tune: {text}", file=sys.stderr)
 

@@ -1,6 +1,6 @@
-"""One call of tune, phase by phase: compile the original, look, time units, swap them in, time the whole step, write the record.
+"""The phases of a `loka.tune` call: compile the original, look, time units, swap them in, time the step, record.
 
-Every phase changes the selection that the phase before it left, and asks the evidence on disk first.
+Each phase narrows the selection that the one before it left. A measurement that is already on disk is not repeated.
 """
 
 import gc
@@ -23,48 +23,48 @@ from loka.tuning.looking import look, name_unseen
 from loka.tuning.tables import choose_parts, describe_part
 from loka.tuning.whole_step import StepTimes
 
-EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
+EARLY = 0.995  # a model whose loss is above this share of a constant prediction's loss has learned nothing yet
 
 
 class Session:
-    """One call, phase by phase.
+    """Run the phases of one call.
 
     Args:
-        call: what was asked.
+        call: the arguments of `loka.tune`.
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.original: dict[str, timing.Captured] = {}  # the step as it was, by compile mode
-        self._verified: set[str] = set()  # units whose gradients were compared
+        self.original: dict[str, timing.Captured] = {}  # the captured steps of the unmodified model, by compile mode
+        self._verified: set[str] = set()  # units whose gradients have passed
         if call.evidence.resumed:
-            call.notes.append("went on from evidence of an earlier call")
+            call.notes.append("resumed from the evidence of an earlier call")
 
     def time_original(self) -> None:
-        """Compile and capture the model as it is, before anything changes it."""
+        """Compile and capture the step of the unmodified model. If that fails, `call.untimed` says why."""
         call = self.call
         call.untimed = timing.can_time(call.task.device)
         if call.untimed is not None:
             return
-        with call.phase("compile 16 bits"):
+        with call.phase("compile the baseline"):
             try:
                 self.original = whole_step.capture_steps(call, "bf16")
             except timing.NotCapturedError as error:
                 call.untimed = str(error)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
-            except Exception as error:  # what is wrong with the step itself, and not with compiling it, the look raises
-                traceback.clear_frames(error.__traceback__)  # they hold its tensors
+            except Exception as error:  # if the step itself is broken, look() raises its error
+                traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
                 call.untimed = f"the step cannot be compiled: {type(error).__name__}: {error}"
 
     def apply_mods(self, asked: list[str]) -> list[str]:
-        """Rewrites of the layout that keep the function, and what was asked for; the names of those that changed something."""
+        """Apply layout rewrites that keep the function, and the `asked` mods. Return those that changed something."""
         task, names = self.call.task, [*asked, *mods_room.FREE]
         example = task.example()
         if example is None:
             if asked:
-                raise ValueError(f"architecture=True: the step calls parts of {type(task.model).__name__} and never itself, and mods must see a call of it; hint: a forward that does what the step does")  # fmt: skip
-            self.call.notes.append(f"the step calls parts of {type(task.model).__name__} and never itself: rewrites of the layout, which must see a call of it, are left out")  # fmt: skip
+                raise ValueError(f"architecture=True: the step calls parts of {type(task.model).__name__} but never the model itself, and mods need a call of the model; hint: give it a forward that does what the step does")  # fmt: skip
+            self.call.notes.append(f"the step calls parts of {type(task.model).__name__} but never the model itself: layout rewrites, which need a call of the model, are skipped")  # fmt: skip
             return []
         done = mods_room.apply(task.model, [mods_room.parse(name) for name in names], example=example)
         changed = {change.mod for change in done.summary.changed}
@@ -76,7 +76,15 @@ class Session:
         return taken
 
     def run(self, mods: list[str], *, may_leave_mods: bool) -> Tuning:
-        """Look, choose, verify; `mods` are those the model has, which may leave where nobody asked for them."""
+        """Look, choose, verify, and return the record.
+
+        Args:
+            mods: mods that the model has now.
+            may_leave_mods: whether they may be dropped if they do not pay: tune applied them, and the user did not ask.
+
+        Returns:
+            The record, without the conversion.
+        """
         call = self.call
         call.notes += name_unseen(call.task.model)
         with call.phase("look"):
@@ -99,18 +107,18 @@ class Session:
                 self._verify_gradients(selection)
         measured, trained = selection.offers, None
         if call.train:
-            with call.phase("train a little"):
+            with call.phase("paired training"):
                 trained = rehearsal.verify_training(call, selection)
         with call.phase("verify the step"):
             paired = selection.offers
             if paired != measured:
                 metric.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
-            launched = "speeds are of steps that are launched kernel by kernel, as cuda_graph=False asks: the longer of what the host and the device take" if step.medians and not call.cuda_graph else None  # fmt: skip
+            launched = "speeds are of steps launched kernel by kernel, since cuda_graph=False: the longer of host and device time" if step.medians and not call.cuda_graph else None  # fmt: skip
             call.notes += [note for note in (launched, step.compile_note, step.host_note) if note]
             metric.note_margin(call, selection)
             if trained is not None and selection.offers != paired:
-                call.notes.append(f"the paired run of training had {', '.join(o.name for o in paired if o not in selection.offers)} too, which left since")  # fmt: skip
+                call.notes.append(f"the paired training run also included {', '.join(o.name for o in paired if o not in selection.offers)}, which were dropped later")  # fmt: skip
         parts: list[TablePlan | CollectivePlan] = []
         if call.choose_tables or call.choose_collectives:
             with call.phase("choose tables and collectives"):
@@ -120,7 +128,7 @@ class Session:
         return _record(call, selection, step, trained, parts)
 
     def _verify_gradients(self, selection: Selection) -> None:
-        """Drop units whose gradients are wrong here until none is; what leaves, or is taken apart, has the metric measured again."""
+        """Drop units with wrong gradients until none is left. After every change the metric is measured again."""
         while not all(describe(offer) in self._verified for offer in selection.offers):
             before = selection.offers
             verify_gradients(self.call, selection, self._verified)
@@ -128,7 +136,10 @@ class Session:
                 metric.hold_margin(self.call, selection, selection.used)
 
     def _settle(self, selection: Selection) -> StepTimes:
-        """Drop units until the step is not slower and the metric is within the margin, of the same units: whatever leaves for one of them, the other is measured again."""
+        """Drop units until the step is not slower and the metric is within the margin, both measured on the same units.
+
+        When a unit is dropped because of one of the two, the other is measured again.
+        """
         while True:
             if self.call.training:
                 self._verify_gradients(selection)
@@ -140,7 +151,7 @@ class Session:
             if selection.offers == timed:
                 return step
             if self.call.left <= 0:
-                why = f"the budget of {self.call.budget:g} s was over before what is within the margin could be timed"
+                why = f"the budget of {self.call.budget:g} s ran out before the units that are within the margin could be timed as a whole step"  # fmt: skip
                 for offer in selection.offers:
                     selection.drop(offer, why)
                 selection.change = None
@@ -148,40 +159,43 @@ class Session:
                 return step if step.note is None else replace(step, note=f"{why}: nothing is converted")
 
     def give_back(self) -> None:
-        """Captured steps hold their own memory: after tune the process has what the conversion needs."""
+        """Free the captured steps and their memory."""
         self.original.clear()
-        gc.collect()  # compiled steps and the graphs that hold them refer to each other
+        gc.collect()  # compiled steps and their graphs form reference cycles
         if self.call.task.device.type == "cuda":
             torch.cuda.empty_cache()
             timing.return_workspaces()
 
 
 def _check_repeatable(call: Call, base: Losses) -> None:
-    """Run the held-out batches once more: what is compared later differs by the arithmetic alone only where this changes nothing."""
+    """Evaluate the held-out batches again and raise if the metric changed: comparisons assume a deterministic run."""
     if not math.isfinite(base.mean):
-        call.notes.append("the metric of the held-out batches is not finite in high precision, so nothing can be compared with it; hint: leave out the batches where it is not")  # fmt: skip
+        call.notes.append("the metric of the held-out batches is not finite in high precision, so nothing can be compared with it; hint: leave out the batches where it is not finite")  # fmt: skip
         return
     again = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
     if (change := has_drifted(again, base, call.margin)) is not None:
-        raise ValueError(f"run twice in high precision, the same batches change the metric {spell_change(change)}: expected the same; do the step, the metric or the model keep a state of their own, or draw random numbers from a generator of their own?")  # fmt: skip
+        raise ValueError(f"the same batches, run twice in high precision, changed the metric {spell_change(change)}, expected no change; hint: the step, the metric or the model may keep state, or use a random generator of its own")  # fmt: skip
 
 
 def _warn_if_early(call: Call, base: Losses) -> None:
-    """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
+    """Add a note if the model is no better than its own mean prediction, since an untrained model cannot be judged.
+
+    With a metric of the user's, also add a note if the metric seems to be one where higher is better.
+    """
     metric, averaged = base, None
     if call.metric is not None:
         averaged = evaluate_averaged(call.task, call.metric, as_trained=call.training)
         base = evaluate(call.task, call.task.held_out, as_trained=call.training)
     constant = evaluate_averaged(call.task, as_trained=call.training)
     if constant is not None and torch.equal(constant.values, base.values):
-        return  # the loss is computed inside the model, so that nothing can be said
+        return  # the model computes the loss itself, so averaging its outputs tells nothing
     if constant is None or not (math.isfinite(base.mean) and constant.mean > 0):
         return
     if base.mean < EARLY * constant.mean:
         if averaged is not None and metric.mean > averaged.mean:
-            call.notes.append(f"is a higher metric better? It is {metric.mean:.4f}, and {averaged.mean:.4f} where every example gets the model's mean prediction, which the loss calls worse. Lower was taken for better; hint: a metric of 1 - AUC, or with a minus")  # fmt: skip
+            call.notes.append(f"is a higher metric better? It is {metric.mean:.4f}, and {averaged.mean:.4f} if every example gets the model's mean prediction, which has the worse loss. Lower was assumed to be better; hint: return 1 - AUC, or the negative of the metric")  # fmt: skip
         return
-    call.notes.append(f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, which the model's mean prediction has when every example gets it; train until it is below {EARLY * constant.mean:.4f}, then tune again")  # fmt: skip
+    call.notes.append(f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, the loss if every example gets the model's mean prediction; train until it is below {EARLY * constant.mean:.4f}, then tune again")  # fmt: skip
 
 
 def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval | None, parts: list[TablePlan | CollectivePlan]) -> Tuning:  # fmt: skip
@@ -210,12 +224,12 @@ def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval
 
 
 def _say_gradients(call: Call, trained: Interval | None, *, compared: bool) -> str:
-    """How gradients were judged."""
+    """Say how gradients were judged."""
     if not call.training:
         return "none: serving"
     ways = ["by the score"]
     if compared and not any(note.startswith("gradients were not compared") for note in call.notes):
-        ways.append("by a backward pass beside 16 bits")
+        ways.append("by a backward pass compared with 16-bit gradients")
     if call.train and trained is None:
         ways.append(f"by paired runs of {call.train} steps, which no unit passed")
     elif call.train:
@@ -224,7 +238,7 @@ def _say_gradients(call: Call, trained: Interval | None, *, compared: bool) -> s
 
 
 def _describe(selection: Selection) -> list[TunedUnit]:
-    """A row for every unit and every linear that stays, for the record."""
+    """Return a row of the record for every unit, and for every linear that is in none."""
     taken, sites, kept = {o.name for o in selection.offers}, selection.looked.sites, selection.chosen.kept
     rows = []
     for o in selection.chosen.offers:

@@ -1,4 +1,4 @@
-"""What `loka.tune` returns: the model as it runs now, and the proof."""
+"""The result of `loka.tune`: the converted model and everything measured about it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,10 @@ from loka.report import Results, write_html
 
 @dataclass(frozen=True)
 class TuningReport:
-    """The record of a tuning as a page.
+    """A tuning record as an HTML report.
 
     Args:
-        record: what was measured and decided.
+        record: the record.
     """
 
     record: Tuning
@@ -38,11 +38,11 @@ class TuningReport:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuned model, with the record of everything that was measured.
+    """A tuned model, with the record of everything measured.
 
     Args:
-        model: the model that was given, converted in place.
-        record: everything that was measured and decided.
+        model: the user's model, converted in place.
+        record: everything measured and decided.
 
     Example:
         >>> tuned = loka.tune(model, batches, loss)
@@ -55,26 +55,26 @@ class Tuned:
 
     @property
     def plan(self) -> Plan:
-        """What was chosen; `loka.convert(model, plan)` places it elsewhere."""
+        """The chosen plan; `loka.convert(model, plan)` applies it to another copy of the model."""
         return self.record.plan
 
     @property
     def conversion(self) -> Conversion | None:
-        """What runs; None where nothing was converted."""
+        """The applied conversion; None if nothing was converted."""
         return self.record.conversion
 
     @property
     def report(self) -> "TuningReport":
-        """The page: `tuned.report.to_html("report.html")`."""
+        """The HTML report: `tuned.report.to_html("report.html")`."""
         return TuningReport(self.record)
 
     @property
     def speedup(self) -> Interval | None:
-        """Of the whole step over compiled 16 bits; None where it was not measured."""
+        """Speed-up of the whole step over the compiled 16-bit step; None if it was not measured."""
         return self.record.speedup
 
     def revert(self) -> int:
-        """Take the conversion back; returns how many linears were converted."""
+        """Undo the conversion. Return how many linears were converted."""
         mods = [name.partition("(")[0] for name in self.plan.mods]
         return revert(self.model, discard=mods) if self.conversion is not None else 0
 
@@ -83,7 +83,7 @@ class Tuned:
 
         Args:
             folder: made where it is missing.
-
+            folder: created if it does not exist.
         Returns:
             The folder.
         """
@@ -93,14 +93,14 @@ class Tuned:
         save(self.record, folder / "tuning.json")
         if self.conversion is not None:
             save(self.conversion, folder / "conversion.json")
-        else:  # of an earlier call, which converted something
+        else:  # a file of an earlier call would contradict the record
             (folder / "conversion.json").unlink(missing_ok=True)
-        self.report.to_html(folder / "report.html")  # last: it needs a library that may be missing
+        self.report.to_html(folder / "report.html")  # last, since it needs an optional library
         return folder
 
     def __str__(self) -> str:
-        """The verdict, a row for every unit, and the notes."""
-        head = ("unit", "runs as", "FLOPs", "speed", "predicted", "measured", "why")
+        """Format the verdict, a table of units, and the notes."""
+        head = ("unit", "runs as", "FLOPs", "speed", "predicted change", "measured change", "why")
         rows = [head, *(_spell_row(unit) for unit in self.record.units)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.record.model}: {self.record.verdict}", ""]
@@ -112,7 +112,10 @@ class Tuned:
 
 
 def _spell_row(unit: TunedUnit) -> tuple[str, ...]:
-    """A unit as cells: its share of the linears' FLOPs, its own speed-up, and the change of the loss that the score predicts and that swapping it in showed."""
+    """Return the table row of a unit.
+
+    The changes are those of the loss as predicted by the score, and of the metric with only this unit swapped in.
+    """
     speed = "" if unit.speedup is None else f"{unit.speedup.value:.2f}x"
     if unit.estimated is not None:
         speed = f"~{unit.estimated.value:.2f}x (estimated)"
