@@ -1,4 +1,4 @@
-"""attention: silu(alpha Q K^T + bias) V over ragged rows, the attention of HSTU; forward and backward."""
+"""attention: HSTU's attention, silu(alpha Q K^T + bias) V, over ragged rows; forward and backward."""
 
 from typing import cast
 
@@ -29,24 +29,24 @@ def silu_attention(
     alpha: float = 1.0,
     backend: str = "auto",
 ) -> Tensor:
-    """SiLU attention over ragged rows, with gradients.
+    """Compute causal SiLU attention over ragged rows. Differentiable; `reference.py` has the formula.
 
     Args:
-        q: [total, H, d_qk], all rows after one another.
+        q: [total, H, d_qk], all rows concatenated.
         k: [total, H, d_qk].
         v: [total, H, d_v].
-        offsets: int64 [rows + 1], where each row starts and the last one ends.
-        max_length: no row is longer.
-        position_bias: [H, entries], or [1, entries] for all heads, indexed by i - j.
+        offsets: int64 [rows + 1]; row r is positions offsets[r] to offsets[r + 1].
+        max_length: upper bound of the row lengths.
+        position_bias: [H, entries], or [1, entries] shared by all heads, indexed by i - j.
         time_bias: [H, buckets], or [1, buckets], indexed by the bucket of query_times[i] - times[j].
-        times: int64 [total], with a time_bias.
-        query_times: int64 [total], None for times.
-        divisor: what the sum is divided by, None for the length of the row.
-        alpha: what scores are multiplied by.
+        times: int64 [total], required with `time_bias`.
+        query_times: int64 [total]; None for `times`.
+        divisor: divides the sum over keys; None for the length of the row.
+        alpha: multiplies the scores.
         backend: a name of the registry, or "auto".
 
     Returns:
-        [total, H, d_v], in v's type.
+        [total, H, d_v], in v's dtype.
 
     Example:
         >>> out = silu_attention(q, k, v, offsets, max_length=200, divisor=200.0)
@@ -54,35 +54,53 @@ def silu_attention(
     _check(q, k, v, offsets, position_bias, time_bias, times, query_times)
     chosen = choose(q, v, offsets, max_length, backend=backend)
     out = chosen.backend.run(
-        q,
-        k,
-        v,
-        offsets,
-        max_length=max_length,
-        position_bias=position_bias,
-        time_bias=time_bias,
-        times=times,
-        query_times=query_times,
-        divisor=divisor,
-        alpha=alpha,
-    )
+        q, k, v, offsets, max_length=max_length, position_bias=position_bias, time_bias=time_bias, times=times,
+        query_times=query_times, divisor=divisor, alpha=alpha,
+    )  # fmt: skip
     return cast(Tensor, out)
 
 
 def choose(q: Tensor, v: Tensor, offsets: Tensor, max_length: int, *, backend: str = "auto") -> Selection:
-    """The backend that runs for these operands, and why those before it do not; a named one that cannot raises."""
+    """Return the backend that `silu_attention` runs for these operands.
+
+    Args:
+        q, v, offsets, max_length, backend: as in `silu_attention`.
+
+    Returns:
+        The backend, and why those preferred to it refused.
+
+    Raises:
+        UnsupportedError: the backend named cannot run the call.
+
+    Example:
+        >>> choose(q, v, offsets, 200).name
+    """
     return pick("attention", backend, describe(q, v, offsets, max_length), q.device)
 
 
 def load() -> None:
-    """Import all backends now: torch.compile cannot trace an import."""
+    """Import all backends, because torch.compile cannot trace an import.
+
+    Example:
+        >>> load()
+    """
     registry.load("attention")
     if require_library("triton", "dev"):
         from loka.kernels.attention import triton_ops  # noqa: F401
 
 
 def describe(q: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> AttentionCall:
-    """The call of these operands, for `supports`."""
+    """Describe a call for `supports`.
+
+    Args:
+        q, v, offsets, max_length: as in `silu_attention`.
+
+    Returns:
+        The call without its tensors.
+
+    Example:
+        >>> describe(q, v, offsets, 200)
+    """
     return AttentionCall(offsets.shape[0] - 1, max_length, q.shape[1], q.shape[2], v.shape[2], q.dtype)
 
 

@@ -1,4 +1,4 @@
-"""SiLU attention over ragged rows, described without tensors."""
+"""A call of SiLU attention, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,18 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """rows x heads of at most `length` positions, head widths d_qk and d_v."""
+    """A call of `silu_attention`.
+
+    Args:
+        rows: number of ragged rows.
+        length: of the longest row.
+        heads: number of heads.
+        d_qk, d_v: head widths of q and k, and of v.
+        dtype: of q, k and v.
+
+    Example:
+        >>> call = AttentionCall(rows=128, length=200, heads=8, d_qk=64, d_v=64)
+    """
 
     rows: int
     length: int

@@ -1,18 +1,18 @@
-"""The law of SiLU attention: plain torch, any float dtype, gradients by autograd.
+"""The reference for SiLU attention: plain torch, any float dtype, gradients by autograd.
 
-For every ragged row of n positions and every head, with j <= i (causal, the position itself included):
+For every ragged row of n positions and every head, causal with the position itself included (j <= i):
 
     s_ij  = alpha <q_i, k_j> + position_bias[i - j] + time_bias[bucket(query_time_i - time_j)]
     out_i = (1 / divisor) sum_{j <= i} silu(s_ij) v_j            divisor: a constant, or the row's own length n
 
-There is no softmax: the weights do not compete, so the sum keeps how much matched, not only what matched best.
+There is no softmax: weights are not normalized over keys, so the output reflects how many keys matched and how well.
 
     bucket(dt) = two buckets per octave of max(|dt|, 1): 1, 1.5, 2, 3, 4, 6, 8, ...
 
-The buckets are read from the bits of the float32 value (exponent and the first mantissa bit), so every backend agrees to the bit, where a
+Buckets are read from the bits of the float32 value (exponent and first mantissa bit), so all backends agree exactly; a
 computed logarithm would differ at the edges. A distance beyond the last entry of a bias uses the last entry.
 
-The reference pads the rows to [B, L] and masks; it is meant to be read, not to be fast.
+Rows are padded to [B, L] and masked: this backend is written for clarity, not for speed.
 """
 
 import torch
@@ -23,7 +23,7 @@ from loka.kernels.backend import YES, Verdict
 
 
 def supports(call: AttentionCall, device: torch.device) -> Verdict:
-    """Everything."""
+    """Accept every call."""
     return YES
 
 
@@ -41,7 +41,7 @@ def run(
     divisor: float | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """q, k [total, H, d_qk], v [total, H, d_v], biases [H or 1, entries], times int64 [total] -> [total, H, d_v]."""
+    """See `loka.kernels.attention.silu_attention`."""
     row, place = locate(offsets, q.shape[0])
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = offsets.shape[0] - 1
@@ -64,14 +64,25 @@ def run(
 
 
 def locate(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For every value of a ragged tensor, its row and its place in the row."""
+    """Find the row and the place in the row of every position of a ragged tensor.
+
+    Args:
+        offsets: int64 [rows + 1], from 0 to total.
+        total: number of positions in all rows.
+
+    Returns:
+        Two int64 tensors [total].
+
+    Example:
+        >>> row, place = locate(torch.tensor([0, 2, 5]), 5)  # [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2]
+    """
     index = torch.arange(total, device=offsets.device)
     row = torch.bucketize(index, offsets[1:], right=True)
     return row, index - offsets[row]
 
 
 def time_bucket(dt: Tensor, buckets: int) -> Tensor:
-    """Two buckets per octave of |dt|, from the bits of its float32 value: 2 floor(log2 |dt|) + the first bit of the mantissa."""
+    """Return 2 floor(log2 |dt|) + the first mantissa bit, from the float32 bits of |dt|: two buckets per octave."""
     bits = dt.to(torch.float32).abs().clamp(min=1).view(torch.int32)
     return ((bits >> 22) - (127 << 1)).clamp(max=buckets - 1)
 

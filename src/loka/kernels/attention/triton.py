@@ -1,4 +1,4 @@
-"""Our SiLU attention kernel: 16- and 32-bit floats, head widths up to 256, forward and backward."""
+"""Triton SiLU attention: bf16, fp16 and fp32, head widths up to 256, forward and backward."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ WIDEST = 256
 
 
 def supports(call: AttentionCall, device: torch.device) -> Verdict:
-    """A CUDA device, or Triton's interpreter on the CPU; no float64; heads that fit into shared memory."""
+    """Accept bf16, fp16 and fp32 heads that fit into shared memory, on a CUDA device or in Triton's interpreter."""
     if call.dtype not in _DTYPES:
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
     if max(call.d_qk, call.d_v) > WIDEST:
@@ -35,24 +35,16 @@ def run(
     divisor: float | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """q, k [total, H, d_qk], v [total, H, d_v], biases [H or 1, entries], times int64 [total] -> [total, H, d_v]."""
+    """See `loka.kernels.attention.silu_attention`."""
     from loka.kernels.attention import triton_ops
 
     if divisor is not None and divisor <= 0:
         raise ValueError(f"divisor must be positive, got {divisor}; None divides by the length of each row")
     q, k, v = map(unit_rows, (q, k, v))
     asked = times if query_times is None else query_times
+    times, asked = (None if t is None else t.contiguous() for t in (times, asked))
+    position_bias, time_bias = (None if b is None else unit_rows(b) for b in (position_bias, time_bias))
     out: Tensor = triton_ops.silu_attention(
-        q,
-        k,
-        v,
-        offsets,
-        None if times is None else times.contiguous(),
-        None if asked is None else asked.contiguous(),
-        None if position_bias is None else unit_rows(position_bias),
-        None if time_bias is None else unit_rows(time_bias),
-        max_length,
-        divisor or 0.0,
-        alpha,
+        q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor or 0.0, alpha
     )
     return out

@@ -1,23 +1,28 @@
-"""SiLU attention on tiles: forward, and a backward that recomputes the scores once.
+"""Tiled SiLU attention: the forward pass, and a backward pass that recomputes the scores once.
 
-A program owns a block of positions of one row and one head. Forward and dq own queries and walk over the keys at or before them; dk and dv own keys and
-walk over the queries at or after them, on transposed tiles, so that what the tensor cores wrote is what they read next. Padding costs nothing: a program
+A program handles a block of positions of one row and one head. The forward and dq kernels hold queries and iterate over
+the keys at or before them; the dk and dv kernel holds keys and iterates over the queries at or after them, on
+transposed tiles, so that tensor core results are in the layout of the next operand. Padding costs nothing: a program
 beyond the end of its row returns at once.
 
-Masks. Operands are zero beyond the row. A query beyond it is never stored and has a zero gradient; a key beyond it lies after every query of the
-row. So the one mask a tile needs is the causal one.
+Masks. Operands are zero beyond the row. A query beyond it is never stored and has a zero gradient; a key beyond it
+comes after every query of the row. So a tile needs the causal mask only.
 
-Backward in three walks. The one over dk and dv computes the gradients of the scores, which dq and the biases need too, and writes them down: `ds` [H, total, width],
-of a key's row the column of a query, in bf16 where operands are, which is what the tensor cores multiply anyway, and in float32 otherwise (fp16 has not the range). Reading them again costs a few bytes a score; computing them
-again costs two products, a sigmoid and the biases. How many heads are written at once is `triton_launch.KEPT_BYTES`' business.
+Backward has three kernels. The one for dk and dv computes the gradients of the scores, which dq and the biases need
+too, and writes them to `ds` [H, total, width], indexed by key and by query within the row: in bf16 for bf16 operands,
+which is what the tensor cores multiply anyway, else in float32 (fp16 lacks the range). Reading them back costs a few
+bytes per score; recomputing them costs two products, a sigmoid and the biases. `triton_launch.KEPT_BYTES` limits how
+many heads are written at once.
 
-Bias gradients are sums over pairs. A program reads distances of one row along their diagonals and sums over the heads that share a bias before anything else, in a single warp, so that nothing is exchanged between warps:
+Bias gradients are sums over pairs. A program reads ds of one row along its diagonals and first sums over the heads that
+share a bias. It is a single warp, so that no data is exchanged between warps:
 
-    position    a column holds one distance
-    time        times grow within a row, so a tile holds a short range of buckets: one sum for each of them (a long range is slow, not wrong)
+    position    each column of the tile holds one distance
+    time        times grow within a row, so a tile spans few buckets: one sum for each (many are slow but correct)
 
-Every program adds to numbers of its own, which are summed afterwards: all gradients are the same bits from run to run. Where that would take more memory than `triton_launch.PARTIAL_BYTES`
-(thousands of long rows) programs share numbers, and the last bits of the bias gradients depend on their order.
+Every program adds to partial sums of its own, which are added up afterwards, so gradients are bitwise reproducible. If
+that takes more memory than `triton_launch.PARTIAL_BYTES` (thousands of long rows), programs share partial sums, and the
+last bits of the bias gradients depend on the order of the additions.
 """
 
 import triton
@@ -30,21 +35,24 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _look_up(table, index):
-    """table [N] at index [A, B]: read from shared memory in the layout of the index. tl.load would bring a layout of its own, and a conversion."""
+    """Return table [N] at index [A, B], read from shared memory in the layout of the index.
+
+    tl.load would return a layout of its own, which would have to be converted.
+    """
     flat = tl.reshape(index, (index.shape[0] * index.shape[1],))
     return tl.reshape(tl.gather(table, flat, 0), index.shape)
 
 
 @triton.jit
 def _bucket(dt, BUCKETS: tl.constexpr):
-    """Two per octave of |dt|, from the bits of its float32 value without the sign: the same bits in every backend."""
+    """Return the bucket of |dt|, two per octave, from the bits of its float32 value: the same in every backend."""
     bits = dt.to(tl.float32).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum(((bits >> 22) & 511) - 254, 0), BUCKETS - 1)
 
 
 @triton.jit
 def _find_buckets(own, other, BUCKETS: tl.constexpr):
-    """The bucket of every pair of a tile, own [A] and other [B] being the times of its rows and its columns."""
+    """Return the bucket of every pair of a tile, given the times of its rows, `own` [A], and columns, `other` [B]."""
     row = tl.broadcast_to(tl.arange(0, own.shape[0])[:, None], (own.shape[0], other.shape[0]))
     column = tl.broadcast_to(tl.arange(0, other.shape[0])[None, :], (own.shape[0], other.shape[0]))
     if BUCKETS == 0:
@@ -55,7 +63,7 @@ def _find_buckets(own, other, BUCKETS: tl.constexpr):
 @triton.jit
 def _add_biases(s, distance, far, bucket, position_ptr, at_position, time_ptr, at_time,
                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Scores plus biases. far: the distance of the tile's first query from its first key."""
+    """Add the biases to the scores. far: the distance of the tile's first query from its first key."""
     if POSITIONS > 0:
         WINDOW: tl.constexpr = 2 * max(QUERIES, KEYS)
         place = far - KEYS + tl.arange(0, WINDOW)
@@ -70,7 +78,7 @@ def _add_biases(s, distance, far, bucket, position_ptr, at_position, time_ptr, a
 
 @triton.jit
 def _load(ptr, start, at, n, h, stride_row, stride_head, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """The [block, WIDTH] tile of one head at positions `at` of a row, zero beyond the row."""
+    """Load the [block, WIDTH] tile of one head at positions `at` of a row, zero beyond the row."""
     column = tl.arange(0, PADDED)
     inside = (at < n)[:, None]
     if WIDTH < PADDED:
@@ -80,7 +88,7 @@ def _load(ptr, start, at, n, h, stride_row, stride_head, WIDTH: tl.constexpr, PA
 
 @triton.jit
 def _load_times(ptr, start, at, n, BUCKETS: tl.constexpr):
-    """The times at positions `at` of a row; beyond the row the last one, which keeps the range of buckets short."""
+    """Load the times at positions `at` of a row; beyond the row its last time, to keep the range of buckets short."""
     return tl.load(ptr + start + tl.minimum(at, n - 1)) if BUCKETS > 0 else at
 
 
@@ -100,7 +108,10 @@ def _dot(a, b, IEEE: tl.constexpr):
 
 @triton.jit
 def _sigmoid(s):
-    """1 / (1 + exp(-s)) to 1e-6 in four instructions; tl.sigmoid takes fourteen, to keep denormal numbers that end in 0 or 1 here."""
+    """Compute 1 / (1 + exp(-s)) to 1e-6 in four instructions.
+
+    tl.sigmoid takes fourteen, to handle denormal numbers, for which the result is 0 or 1 here anyway.
+    """
     if _INTERPRETED:
         return tl.sigmoid(s)
     return tl.inline_asm_elementwise(
@@ -110,7 +121,7 @@ def _sigmoid(s):
 
 @triton.jit
 def _place(blocks, heads):
-    """Block, row and head of a program. One dimension: the others of a grid end at 65,535."""
+    """Return the block, row and head of a program. The grid is one-dimensional: other dimensions end at 65,535."""
     pair = tl.program_id(0) // blocks
     return tl.program_id(0) % blocks, pair // heads, pair % heads
 
@@ -124,7 +135,7 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, po
     block, b, h = _place(blocks, heads)
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = (blocks - 1 - block) * QUERIES  # the longest walks start first
+    first = (blocks - 1 - block) * QUERIES  # the programs with the most keys start first
     if first >= n:
         return
     i = first + tl.arange(0, QUERIES)
@@ -153,7 +164,10 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_
                  D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
                  POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """ds: [heads, total, width], written where a query is at or after a key's tile. stored: heads of the outputs, of which `heads` are computed here."""
+    """Compute dk and dv, and write ds [heads, total, width] for queries at or after a key's tile.
+
+    stored: the number of heads of the outputs, of which `heads` are computed here.
+    """
     block, b, h = _place(blocks, heads)
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
@@ -190,11 +204,11 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_
 @triton.jit
 def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, blocks, heads, k_row, k_head, alpha, divisor, width, stored, total,
                 D: tl.constexpr, DP: tl.constexpr, IEEE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """dq, from ds of the walk before."""
+    """Compute dq from the ds that `_backward_kv` wrote."""
     block, b, h = _place(blocks, heads)
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = (blocks - 1 - block) * QUERIES  # the longest walks start first
+    first = (blocks - 1 - block) * QUERIES  # the programs with the most keys start first
     if first >= n:
         return
     i = first + tl.arange(0, QUERIES)
@@ -202,7 +216,7 @@ def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, blocks, heads, k_row, k_head
     for low in range(0, tl.minimum(first + QUERIES, n), KEYS):
         j = low + tl.arange(0, KEYS)
         k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
-        seen = (j[:, None] <= i[None, :]) & (i < n)[None, :]  # the rest was not written
+        seen = (j[:, None] <= i[None, :]) & (i < n)[None, :]  # the rest of ds was not written
         ds = tl.load(ds_ptr + ((h * total + start + j) * width)[:, None] + i[None, :], seen, other=0.0)
         dq += _dot(tl.trans(ds.to(k.dtype)), k, IEEE)
     scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
@@ -211,13 +225,13 @@ def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, blocks, heads, k_row, k_head
 
 @triton.jit
 def _whole(x):
-    """2^23 + x as a float32, exactly, for whole numbers 0 <= x < 2^23."""
+    """Return 2^23 + x as an exact float32, for integers 0 <= x < 2^23."""
     return (x | 0x4B000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _exceeds(x, threshold):
-    """1.0 where x > threshold, else 0.0, for whole numbers: one instruction, where a comparison and a choice are two slow ones."""
+    """Return 1.0 where x > threshold, else 0.0, for whole numbers, in one instruction (compare + select is slower)."""
     if _INTERPRETED:
         return tl.where(x > threshold, 1.0, 0.0)
     return tl.inline_asm_elementwise(
@@ -229,14 +243,14 @@ def _exceeds(x, threshold):
 def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
     """Add the sum of ds over every bucket, scaled, to sum_ptr[bucket].
 
-    The sum over a bucket is what lies above the bucket before it, less what lies above itself. Four of them share one reduction across the
-    tile: its latency counts, not its additions.
+    The sum over bucket b is the sum over buckets >= b minus the sum over buckets > b. Four buckets share one reduction
+    across the tile, because its cost is latency, not additions.
     """
     whole = _whole(bucket)
     lowest, highest = tl.min(tl.min(bucket, 0), 0) // 4 * 4, tl.max(tl.max(bucket, 0), 0)
     at = sum_ptr + lowest + tl.arange(0, 4)
     above = tl.sum(ds, 0)
-    # from a multiple of four, so that a bucket's additions all come from one thread, in order
+    # Start at a multiple of four, so that a bucket's additions all come from one thread, in order.
     for b in range(lowest, highest + 1, 4):
         edge = 8388608.0 + b
         t0, t1 = tl.sum(ds * _exceeds(whole, edge), 0), tl.sum(ds * _exceeds(whole, edge + 1.0), 0)
@@ -244,7 +258,7 @@ def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
         even, odd = tl.join(above - t0, t1 - t2), tl.join(t0 - t1, t2 - t3)
         four = tl.sum(tl.reshape(tl.join(even, odd), (ds.shape[1], 4)), 0)
         tl.atomic_add(at, four * scale, b + tl.arange(0, 4) < BUCKETS, sem="relaxed")
-        at += 4  # not sum_ptr + b, which would make b, and what is computed from it, 64 bits wide
+        at += 4  # not sum_ptr + b, which would make b, and what is computed from it, 64-bit
         above = t3
 
 
@@ -252,9 +266,10 @@ def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
 def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, parts, splits, heads, sets, divisor, width, of_head,
                      span, positions, buckets,
                      POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
-    """Sums over pairs of one row: APART distances, `span` keys, `heads` heads that share a bias.
+    """Sum ds over the pairs of one row: APART distances, `span` keys, `heads` heads that share a bias.
 
-    position: [positions, sets, distances]. time: [buckets, sets, BUCKETS]. Both zero; a place for every program that adds to it, or for several. of_head: how far ds of two heads are apart.
+    position: partial sums [positions, sets, distances]; time: [buckets, sets, BUCKETS]; both initially zero. The first
+    dimension has a slot for every program, or for several. of_head: the stride between heads of ds.
     """
     part, b, z = _place(parts, splits * sets)
     b = b.to(tl.int64)

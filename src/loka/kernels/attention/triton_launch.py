@@ -1,4 +1,4 @@
-"""Launches of the SiLU attention kernels: which tile for which operands, how many heads at a time, and the sums of the biases' partial gradients."""
+"""Launch the SiLU attention kernels: choose tiles and heads per launch, and add up partial bias gradients."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,10 @@ from loka.kernels.tile import INTERPRETED
 
 @dataclass(frozen=True)
 class Tile:
-    """queries x keys of a tile (of the biases' gradients: distances x keys); warps and stages of a program, and how many registers a thread may have (None: all)."""
+    """A tile of queries x keys (distances x keys for bias gradients), and how a program is launched.
+
+    `registers` caps the registers per thread; None means no cap.
+    """
 
     queries: int
     keys: int
@@ -23,27 +26,28 @@ class Tile:
     registers: int | None = None
 
 
-# of the gradients of scores that wait for dq and the biases: as many heads at a time as fit, and one at least
+# Memory for the score gradients that dq and the biases read: as many heads at a time as fit, at least one.
 KEPT_BYTES = 2**28
-PARTIAL_BYTES = 2**27  # of the gradients of one bias that wait to be summed
+PARTIAL_BYTES = 2**27  # memory for the partial gradients of one bias
 Tiles = dict[str, Tile]  # by kernel
-MOST_QUERIES = 64  # of a tile of dk and dv
-# 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 18 on an H200 (benchmarks/attention_h200.py); wider heads
+MOST_QUERIES = 64  # in a tile of the dk and dv kernel
+# 16-bit operands. SHORT and LONGER: heads up to 128 wide, rows up to LONG and beyond; the fastest of 18 on an H200
+# (benchmarks/attention_h200.py). WIDE: wider heads.
 LONG = 1024
 SHORT: Tiles = {"forward": Tile(64, 32, registers=168), "backward_kv": Tile(32, 64, stages=3), "backward_q": Tile(64, 32, stages=4)}  # fmt: skip
 LONGER: Tiles = {"forward": Tile(64, 64), "backward_kv": Tile(64, 128, 8, stages=3), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
 WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8), "backward_q": Tile(64, 32, 8)}
-# 32-bit operands are multiplied without tensor cores: heads up to 128 wide, wider ones
+# 32-bit operands are multiplied without tensor cores. EXACT: heads up to 128 wide; EXACT_WIDE: wider ones.
 EXACT, EXACT_WIDE = Tile(32, 32, 8, stages=1), Tile(16, 16, 8, stages=1)
-TINY = Tile(16, 16)  # the rows of the interpreter's tests are short
-BIASES = Tile(32, 8, 1)  # whatever the heads' width
-# For the biases' gradients: a warp has little to do while it waits, so there should be many programs, and most of them should have work.
-SPLIT = 4  # tiles of keys that one program sums ...
-SPLITS = 16  # ... or more, so that the longest row has so many parts at most
+TINY = Tile(16, 16)  # for the interpreter, whose test rows are short
+BIASES = Tile(32, 8, 1)  # for heads of any width
+# Bias gradients: a warp mostly waits for memory, so there should be many programs, most of them with work.
+SPLIT = 4  # tiles of keys that one program sums, or more ...
+SPLITS = 16  # ... if the longest row would otherwise be split into more parts than this
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
-    """The tile of a kernel for these operands."""
+    """Choose the tile of a kernel for these operands."""
     wide = max(q.shape[2], v.shape[2]) > 128
     if INTERPRETED:
         return TINY
@@ -56,7 +60,7 @@ def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the three kernels read. A divisor of 0 means the length of each row; times and asked belong to time_bias."""
+    """The inputs of all kernels. A divisor of 0 means the length of each row; times and asked belong to time_bias."""
 
     q: Tensor
     k: Tensor
@@ -72,60 +76,60 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """Return the number of rows."""
         return self.offsets.shape[0] - 1
 
     @property
     def positions(self) -> int:
-        """Entries of the position bias."""
+        """Return the number of entries of the position bias, 0 if there is none."""
         return 0 if self.position_bias is None else self.position_bias.shape[1]
 
     @property
     def buckets(self) -> int:
-        """Entries of the time bias."""
+        """Return the number of entries of the time bias, 0 if there is none."""
         return 0 if self.time_bias is None else self.time_bias.shape[1]
 
     def grid(self, block: int) -> tuple[int]:
-        """A program for every block, row and head."""
+        """Return a grid with a program for every block, row and head."""
         return (self.blocks(block) * self.rows * self.q.shape[1],)
 
     def blocks(self, block: int) -> int:
-        """Of the longest row."""
+        """Return the number of blocks in the longest row."""
         return cdiv(self.max_length, block)
 
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """An absent bias has no entries, and its pointer is never read."""
+        """Return the offsets, times and biases. An absent bias has no entries, so its pointer is never read."""
         return self.offsets, self.asked, self.times, self.position_bias, self.time_bias
 
     @property
     def biases(self) -> list[Tensor]:
-        """Those that there are: [1 or H, entries]."""
+        """Return the biases that are given, [1 or H, entries] each."""
         return [bias for bias in (self.position_bias, self.time_bias) if bias is not None]
 
     @property
     def width(self) -> int:
-        """Of a row of `ds`: queries in whole tiles."""
+        """Return the length of a row of `ds`: the queries, padded to whole tiles."""
         return cdiv(self.max_length, MOST_QUERIES) * MOST_QUERIES
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """Of `ds`."""
+        """Return the dtype of `ds`."""
         return torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
 
     def heads(self, first: int, last: int) -> "Problem":
-        """Some of the heads."""
+        """Return the problem restricted to some heads."""
         q, k, v = (t[:, first:last] for t in (self.q, self.k, self.v))
         biases = [b if b is None or b.shape[0] == 1 else b[first:last] for b in (self.position_bias, self.time_bias)]
         return replace(self, q=q, k=k, v=v, position_bias=biases[0], time_bias=biases[1])
 
     def numbers(self, *more: Tensor) -> tuple[float, ...]:
-        """Heads, strides of q, k, v and more, strides of the biases, factors."""
+        """Return the scalar arguments: heads, strides of q, k, v, `more` and the biases, alpha and divisor."""
         strides = [s for t in (self.q, self.k, self.v, *more) for s in t.stride()[:2]]
         biases = [0 if b is None or b.shape[0] == 1 else b.stride(0) for b in (self.position_bias, self.time_bias)]
         return self.q.shape[1], *strides, *biases, self.alpha, self.divisor
 
     def options(self, tile: Tile) -> dict[str, Any]:
-        """Compile-time constants and launch options of every kernel."""
+        """Return the compile-time constants and launch options."""
         return {
             "D": self.q.shape[2], "DP": _pad(self.q.shape[2]), "V": self.v.shape[2], "VP": _pad(self.v.shape[2]),
             "POSITIONS": self.positions, "BUCKETS": self.buckets, "ENTRIES": _pad(self.buckets),
@@ -135,7 +139,7 @@ class Problem:
 
 
 def run_forward(problem: Problem, tile: Tile) -> Tensor:
-    """out [total, H, d_v]."""
+    """Return out [total, H, d_v]."""
     q, k, v = problem.q, problem.k, problem.v
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     _forward[problem.grid(tile.queries)](q, k, v, out, *problem.inputs(), problem.blocks(tile.queries), *problem.numbers(), **problem.options(tile))  # fmt: skip
@@ -146,13 +150,13 @@ def run_backward_kv(problem: Problem, grad: Tensor, dk: Tensor, dv: Tensor, tile
     """Write dk and dv, and return the gradients of the scores.
 
     Args:
-        problem: what is attended to.
-        grad: of the output, [total, H, d_v].
-        dk, dv: written; all heads, or some of the heads of a larger tensor.
+        problem: the inputs.
+        grad: gradient of the output, [total, H, d_v].
+        dk, dv: outputs; may be views of some heads of a larger tensor.
         tile: of the kernel.
 
     Returns:
-        [H, total, width], of each key those of the queries at or after it; the rest is not written.
+        ds [H, total, width]: for each key, the queries at or after it; the rest is uninitialized.
     """
     q, k, v = problem.q, problem.k, problem.v
     ds = q.new_empty(q.shape[1], q.shape[0], problem.width, dtype=problem.kept_dtype)
@@ -173,7 +177,7 @@ def run_backward_q(problem: Problem, ds: Tensor, dq: Tensor, tile: Tile) -> None
 
 
 def run_backward_biases(problem: Problem, ds: Tensor, tile: Tile) -> list[Tensor]:
-    """The gradients of the biases, [1 or H, entries] each; without entries where a bias is absent."""
+    """Return the gradients of both biases, [1 or H, entries] each, with no entries if a bias is absent."""
     heads, parts = problem.q.shape[1], problem.blocks(tile.queries)
     sets = 1 if all(bias.shape[0] == 1 for bias in problem.biases) else heads
     span = tile.keys * max(SPLIT, cdiv(problem.max_length, tile.keys * SPLITS))
@@ -193,7 +197,7 @@ def run_backward_biases(problem: Problem, ds: Tensor, tile: Tile) -> list[Tensor
 
 
 def forward(*operands: Any) -> Tensor:
-    """The fields of a Problem -> out."""
+    """Return the output; the operands are the fields of a `Problem`."""
     problem = Problem(*operands)
     if not (problem.rows and problem.q.shape[0]):
         return torch.empty_like(problem.v, memory_format=torch.contiguous_format)
@@ -201,7 +205,7 @@ def forward(*operands: Any) -> Tensor:
 
 
 def backward(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the two biases (without entries where a bias is absent)."""
+    """Return the gradients of q, k, v and both biases, with no entries if a bias is absent."""
     problem = Problem(*operands)
     q, v, heads = problem.q, problem.v, problem.q.shape[1]
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, problem.k, v))
@@ -224,11 +228,11 @@ def _pad(width: int) -> int:
 
 
 def _copy(view: Tensor) -> Tensor:
-    return view.clone(memory_format=torch.contiguous_format)  # what an op returns may not share memory
+    return view.clone(memory_format=torch.contiguous_format)  # outputs of an op may not share memory
 
 
 def _fold(sums: Tensor, entries: int, max_length: int) -> Tensor:
-    """Sums by distance [H, distances] -> [H, entries]: every distance from the last entry on belongs to it."""
+    """Turn sums by distance [H, distances] into [H, entries]: distances beyond the last entry are added to it."""
     if entries > sums.shape[1]:
         return pad(sums, (0, entries - sums.shape[1]))
     kept = _copy(sums[:, :entries])

@@ -1,4 +1,4 @@
-"""The Triton SiLU attention as a torch op with its gradient, so that torch.compile sees two calls and not Python."""
+"""Triton SiLU attention as torch ops, forward and backward, so that torch.compile does not trace the launch code."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def silu_attention(
     divisor: float,
     alpha: float,
 ) -> Tensor:
-    """out [total, H, d_v]; divisor 0 means the length of each row."""
+    """Return out [total, H, d_v]. A divisor of 0 means the length of each row."""
     return launch.forward(q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
 
 
@@ -49,7 +49,7 @@ def silu_attention_backward(
     divisor: float,
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the gradients of the biases in float32 (without entries where a bias is absent)."""
+    """Return dq, dk, dv and the gradients of the biases in float32, with no entries if a bias is absent."""
     return launch.backward(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
 
 
@@ -82,7 +82,7 @@ differentiate(silu_attention, _differentiate, save=_save)
 
 
 def _count_pairs(offsets: Tensor, total: int) -> int:
-    """Pairs of positions that see one another; where the lengths are not known, as if all rows were as long."""
+    """Count the causal pairs of positions. If the lengths are not known (meta tensors), assume rows of equal length."""
     if type(offsets) is Tensor and not offsets.is_meta:
         lengths = offsets.diff()
         return int((lengths * (lengths + 1) // 2).sum())
