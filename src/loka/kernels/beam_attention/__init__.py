@@ -1,4 +1,8 @@
-"""beam_attention: all beams of a request attend to one shared context; and each to its own short past, found by its ancestors."""
+"""beam_attention: the attention of a beam search.
+
+beam_attention       all beams of a request attend to one shared context
+ancestor_attention   each beam attends to its own short past, found through a table of ancestors
+"""
 
 from typing import Any
 
@@ -14,11 +18,22 @@ __all__ = ["AncestorAttentionCall", "BeamAttentionCall", "ancestor_attention", "
 def beam_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float | None = None, backend: str = "auto"
 ) -> Tensor:
-    """softmax(scale q k^T) v: q [R, B, H, D] over the first lengths[r] of k, v [R, S, G, D] -> [R, B, H, D].
+    """Compute softmax(scale q k^T) v for all beams of each request over the request's context.
 
-    Query head h reads key-value head h // (H / G). scale: 1 / sqrt(D) unless given. A request of length 0 gets zeros. Pass the same tensor as k and v where
-    they are one: it is then read once. k and v may be float8_e4m3fn, where q is not: they count as they are, without scales; a backend that then
-    multiplies in FP8 rounds queries and weights as well.
+    Args:
+        q: [R, B, H, D].
+        k, v: [R, S, G, D] in q's dtype, or float8_e4m3fn without scales; a backend that then multiplies in FP8 rounds
+            queries and weights as well. Query head h reads key-value head h // (H / G). If k and v are equal, pass the
+            same tensor twice: it is then read once.
+        lengths: int32 or int64 [R]; request r attends to its first lengths[r] keys.
+        scale: multiplies the scores; None for 1 / sqrt(D).
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [R, B, H, D] in q's dtype, zeros for requests of length 0.
+
+    Example:
+        >>> out = beam_attention(q, k, v, lengths)
     """
     _check(q, k, v, lengths)
     requests, beams, heads, d = q.shape
@@ -41,12 +56,24 @@ def ancestor_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor | QTensor:
-    """The self-attention of a decode step: q [R, B, H, D] over the beam's earlier keys and values and its own of this step, k, v [R, B, H, D].
+    """Compute the self-attention of a decode step: each beam attends to its P earlier tokens and to its own new one.
 
-    keys, values [L, R, W, H, D] hold the steps made so far, where they were made; ancestors int32 [P, R, B] says which of the W beams of step p the
-    beam descends from. Nothing is moved when beams are reordered, only this table changes. With `keep`, k and v are written into step P of keys and values in the
-    same pass: the one op here that changes its operands, since caches are static memory. The result is [R, B, H, D], or under `spec` a
-    QTensor [R B, H D], as the next linear takes it.
+    The cache is not moved when beams are reordered; only the table of ancestors changes.
+
+    Args:
+        q, k, v: [R, B, H, D], of the new tokens.
+        keys, values: the cache [L, R, W, H, D], indexed by step and by the beam that the token was decoded in.
+        ancestors: int32 [P, R, B]; which of the W beams of step p the beam descends from.
+        keep: also write k and v into step P of the cache, in place.
+        spec: how to quantize the result, or None.
+        scale: multiplies the scores; None for 1 / sqrt(D).
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [R, B, H, D], or with `spec` a QTensor [R B, H D], ready for the next linear.
+
+    Example:
+        >>> out = ancestor_attention(q, k, v, keys, values, ancestors)
     """
     _check_step(q, k, v, keys, values, ancestors, keep)
     requests, beams, heads, d = q.shape
@@ -79,7 +106,7 @@ def _check_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, a
 
 
 def same(k: Tensor, v: Tensor) -> bool:
-    """Whether keys and values are one tensor."""
+    """Return True if keys and values are the same tensor object."""
     return k is v
 
 

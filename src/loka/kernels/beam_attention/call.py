@@ -1,4 +1,4 @@
-"""Attention of beams, described without tensors."""
+"""Calls of the beam attention kernels, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,19 @@ from loka.formats import Spec
 
 @dataclass(frozen=True)
 class BeamAttentionCall:
-    """`requests` x `beams` queries of `heads` heads over a context of at most `length` tokens with `groups` key-value heads; shared: v is k.
+    """A call of `beam_attention`.
 
-    cache: the dtype of k and v where it is not that of q: float8_e4m3fn, without scales.
+    Args:
+        requests, beams: queries are [requests, beams].
+        heads, groups: query heads and key-value heads.
+        length: of the longest context.
+        d: head width.
+        dtype: of q.
+        shared: v is k.
+        cache: dtype of k and v if it differs from q's: float8_e4m3fn.
+
+    Example:
+        >>> call = BeamAttentionCall(requests=8, beams=512, heads=8, groups=1, length=513, d=128)
     """
 
     requests: int
@@ -37,9 +47,18 @@ class BeamAttentionCall:
 
 @dataclass(frozen=True)
 class AncestorAttentionCall:
-    """`requests` x `beams` queries over the tokens of `steps` earlier steps, found by their ancestors, and over their own; `keep`: file the own ones.
+    """A call of `ancestor_attention`.
 
-    spec: what the result, all heads of a beam as one row, is quantised to; None leaves it in `dtype`.
+    Args:
+        requests, beams: queries are [requests, beams].
+        heads, d: number and width of heads.
+        steps: earlier steps that are attended to.
+        dtype: of q.
+        keep: write the new keys and values into the cache.
+        spec: that the result, all heads of a beam as one row, is quantized to; None leaves it in `dtype`.
+
+    Example:
+        >>> call = AncestorAttentionCall(requests=8, beams=512, heads=8, steps=2, d=128)
     """
 
     requests: int

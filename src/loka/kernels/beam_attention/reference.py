@@ -1,9 +1,9 @@
-"""The law of beam attention: scores, softmax and sum in float32 (float64 for float64), rounded once.
+"""The reference for beam attention: scores, softmax and sum in float32 (float64 for float64), rounded once.
 
-    s_bj  = scale <q_b, k_j>,  j < length of the request;     out_b = sum_j softmax(s_b)_j v_j;     0 where the length is 0
+    s_bj  = scale <q_b, k_j>,  j < length of the request;     out_b = sum_j softmax(s_b)_j v_j;     0 if the length is 0
 
-The keys and values of positions at or beyond the length are never looked at, whatever they hold. Ancestors: the same over a beam's own past. A quantised result
-is quantised from the rounded one, as if by an op of its own.
+Keys and values at or beyond the length are never used, whatever they hold. `ancestors` is the same over a beam's own
+past. A quantized result is quantized after rounding to the output dtype, as by a separate op.
 """
 
 import torch
@@ -15,12 +15,12 @@ from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentio
 
 
 def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.device) -> Verdict:
-    """Everything."""
+    """Accept every call."""
     return YES
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
-    """q [R, B, H, D], k, v [R, S, G, D] -> [R, B, H, D]."""
+    """See `loka.kernels.beam_attention.beam_attention`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = k.shape[2]
     seen = (torch.arange(k.shape[1], device=k.device)[None, :] < lengths[:, None])[:, :, None, None]
@@ -28,7 +28,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
     queries = q.to(wide).reshape(*q.shape[:2], groups, -1, q.shape[3])
     s = torch.einsum("rbghd,rsgd->rbghs", queries, keys) * scale
     s = s.masked_fill(~seen.movedim(1, -1)[:, None], float("-inf"))
-    # a request without context has nothing but -inf, whose softmax is NaN; a NaN of a query stays
+    # A request without context has only -inf scores, whose softmax is NaN. NaNs in queries are kept.
     weights = torch.where((lengths > 0)[:, None, None, None, None], torch.softmax(s, -1), 0.0)
     out = torch.einsum("rbghs,rsgd->rbghd", weights, values).flatten(2, 3)
     return out if out.dtype == q.dtype else out.to(q.dtype)
@@ -46,7 +46,7 @@ def ancestors(
     spec: Spec | None,
     scale: float,
 ) -> Tensor | QTensor:
-    """The step's own keys and values come last, and are filed where `keep`."""
+    """See `loka.kernels.beam_attention.ancestor_attention`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     past_k, past_v = collect(k, v, keys, values, ancestors, keep=keep)
     s = torch.einsum("rbhd,prbhd->rbhp", q.to(wide), past_k.to(wide)) * scale
@@ -58,7 +58,7 @@ def ancestors(
 def collect(
     k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, *, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [P + 1, R, B, H, D] of every beam; the newest also go into step P where `keep`."""
+    """Return keys and values [P + 1, R, B, H, D] of every beam, the new ones last; with `keep`, also cache the new ones."""
     steps, beams = ancestors.shape[0], k.shape[1]
     where = ancestors.long()[..., None, None].expand(-1, -1, -1, *k.shape[2:])
     if keep:

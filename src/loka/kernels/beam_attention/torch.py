@@ -1,6 +1,6 @@
-"""torch's scaled_dot_product_attention, with the beams as the query length: keys and values are shared without being repeated per beam.
+"""torch's scaled_dot_product_attention with beams as the query length: keys and values are not repeated per beam.
 
-The lengths become a mask [R, 1, 1, S], which keeps its flash kernel away (it takes none) and leaves the memory-efficient one.
+Lengths become a mask [R, 1, 1, S]. The flash kernel takes no mask, so torch uses the memory-efficient one.
 """
 
 import torch
@@ -15,12 +15,12 @@ from loka.kernels.quantize import quantize
 
 
 def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.device) -> Verdict:
-    """Everything torch runs on."""
+    """Accept every call."""
     return YES
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
-    """q [R, B, H, D], k, v [R, S, G, D] -> [R, B, H, D]."""
+    """See `loka.kernels.beam_attention.beam_attention`."""
     if k.shape[1] == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
     if k.dtype != q.dtype:
@@ -28,9 +28,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
         k = k.to(q.dtype)
         v = k if one else v.to(q.dtype)
     seen = torch.arange(k.shape[1], device=k.device)[None, :] < lengths[:, None]
-    values = torch.where(seen[:, :, None, None], v, 0)  # a weight of 0 does not silence a NaN
+    values = torch.where(seen[:, :, None, None], v, 0)  # 0 * NaN is NaN, so masking the weights is not enough
     keys = values if v is k else torch.where(seen[:, :, None, None], k, 0)
-    # a request without context attends to its zeros: the result is 0, where an all-masked row would be NaN
+    # A request without context attends to zeros, so its result is 0; a fully masked row would be NaN.
     mask = (seen | (lengths == 0)[:, None])[:, None, None, :]
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
@@ -51,7 +51,7 @@ def ancestors(
     spec: Spec | None,
     scale: float,
 ) -> Tensor | QTensor:
-    """Gathered keys and values [P + 1, R, B, H, D], then the same call with one query each; quantised by the op that does it."""
+    """See `loka.kernels.beam_attention.ancestor_attention`. Gathers keys and values, and quantizes in a separate op."""
     past = collect(k, v, keys, values, ancestors, keep=keep)
     past_k, past_v = (t.flatten(1, 2).permute(1, 2, 0, 3) for t in past)
     out = F.scaled_dot_product_attention(q.flatten(0, 1).unsqueeze(2), past_k, past_v, scale=scale)

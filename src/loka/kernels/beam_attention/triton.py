@@ -1,4 +1,4 @@
-"""Our attention of beams: every beam and query head of a group in one tile over the shared context. See `triton_kernels`."""
+"""Triton beam attention: tiles of beams and query heads over the shared context. See `triton_kernels`."""
 
 from typing import cast
 
@@ -15,11 +15,11 @@ from loka.kernels.triton_device import triton_multiplies_on, triton_runs_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
-WIDEST_ROW = 4096  # of a quantised result: all heads of a beam
+WIDEST_ROW = 4096  # all heads of a beam, if the result is quantized
 
 
 def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.device) -> Verdict:
-    """A CUDA device, one with FP8 where FP8 is written, or Triton's interpreter on the CPU; no float64; heads that fit into shared memory."""
+    """Accept bf16, fp16 and fp32, heads up to 256 wide, on a CUDA device (with FP8 if used) or Triton's interpreter."""
     if call.dtype not in _DTYPES:
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
     if call.d > WIDEST:
@@ -32,13 +32,16 @@ def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.devi
 
 
 def can_write(spec: Spec, heads: int, d: int) -> bool:
-    """Whether the attention itself can quantise: E4M3, one dynamic scale for all heads of a beam, which a program keeps in registers."""
+    """Return True if the kernel can quantize its result: E4M3 with one dynamic scale for all heads of a beam.
+
+    A program holds all heads of a beam in registers, which limits the row.
+    """
     plain = spec.mode == "dynamic" and spec.rounding == "nearest" and spec.scale != "e4m3"
     return plain and spec.format == E4M3 and spec.block == ROW and heads * d <= WIDEST_ROW
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
-    """q [R, B, H, D], k, v [R, S, G, D] -> [R, B, H, D]."""
+    """See `loka.kernels.beam_attention.beam_attention`. Runs in FP8 for an E4M3 context if the head width allows it."""
     from loka.kernels.beam_attention import triton_ops
 
     if k.dtype == torch.float8_e4m3fn and triton_ops.fits(q.shape[3]):
@@ -61,10 +64,13 @@ def ancestors(
     spec: Spec | None,
     scale: float,
 ) -> Tensor | QTensor:
-    """The step's attention, its keys and values filed and, per row, its result quantised, in one pass; other Specs by the op that quantises."""
+    """See `loka.kernels.beam_attention.ancestor_attention`.
+
+    One kernel attends, writes the cache and quantizes per row; other Specs are quantized by a separate op.
+    """
     from loka.kernels.beam_attention import triton_ops
 
-    if keys.stride() != values.stride() or keys.stride(-1) != 1:  # one set of strides reaches both
+    if keys.stride() != values.stride() or keys.stride(-1) != 1:  # the kernel uses the same strides for both
         if keep:
             keys[ancestors.shape[0], :, : q.shape[1]].copy_(k)
             values[ancestors.shape[0], :, : q.shape[1]].copy_(v)

@@ -1,17 +1,19 @@
 """Flash attention of many beams over one context, and attention to a beam's few ancestors.
 
-A program owns BM rows of one request and one key-value head; a row is a (beam, query head of the group) pair, so all of them read the same keys and values: the
-context crosses memory once per request and layer, whatever the number of beams, and stays in L2 for the few programs that share it.
+A program handles BM rows of one request and one key-value head. A row is a (beam, query head of the group) pair, so all
+of them read the same keys and values: the context is read from memory once per request and layer, whatever the number
+of beams, and stays in L2 for the few programs that share it.
 
-    m, l, acc      running maximum, sum and weighted values of each row; exp2 with log2(e) folded into the scale
-    first key      starts the sums without a product of tiles: a context is a token of the user and, mostly, a power of two of items
-    full blocks    loaded by TMA, no comparison with the length; the last, partial one by pointers that never touch what lies beyond
+    m, total, acc  running maximum, sum and weighted values of each row; exp2 with log2(e) folded into the scale
+    first key      starts the sums without a tile product: a context is one user token and, mostly, 2^n item tokens
+    full blocks    are loaded by TMA without a length mask; the last, partial block by masked pointer loads
     v is k         one load feeds both products
-    FP8 context    where heads are too narrow or no power of two for `triton_low_kernels`: a block is widened to the queries' dtype
+    FP8 context    is widened to the queries' dtype, for head widths that `triton_low_kernels` does not take
 
-Ancestors: the few keys and values of a beam's own past lie where they were made; a table says which beam of each step it descends from. One pass, no reordering
-of caches, no tensor cores: the past is too short for them. What is made in this step comes straight from the projection, and the same pass files it and quantises the
-result: a program has all heads of its beams then.
+Ancestors: the few keys and values of a beam's past stay in the cache where they were written, and a table says which
+beam of each step it descends from. One pass, no reordering of caches, and no tensor cores: the past is too short. The
+new keys and values come straight from the projection; the same pass writes them to the cache and quantizes the result,
+in which case a program has all heads of its beams.
 """
 
 import torch
@@ -32,7 +34,7 @@ Tile = tuple[int, int, int, int]  # BM, BN, warps, stages
 
 @triton.jit
 def _update(q, k, v, m, total, acc, scale, left, MASK: tl.constexpr, IEEE: tl.constexpr):
-    """One block of keys: `left` of them count where MASK."""
+    """Update the running sums with one block of keys; with MASK only the first `left` count."""
     s = tl.dot(q, k.T, input_precision="ieee" if IEEE else "tf32") * scale
     if MASK:
         s = tl.where((tl.arange(0, k.shape[0]) < left)[None, :], s, float("-inf"))
@@ -46,7 +48,7 @@ def _update(q, k, v, m, total, acc, scale, left, MASK: tl.constexpr, IEEE: tl.co
 
 @triton.jit
 def _rows_of(ptr, first, length, stride, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
-    """[BN, DP] rows of one head, zero beyond the length and the width."""
+    """Load [BN, DP] rows of one head, zero beyond the length and the width."""
     row = first + tl.arange(0, BN)
     column = tl.arange(0, DP)
     return tl.load(ptr + row.to(tl.int64)[:, None] * stride + column[None, :],
@@ -89,14 +91,14 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S
         k = _rows_of(k_base, full, length, k_row, D, DP, BN).to(q.dtype)
         v = k if SHARED else _rows_of(v_base, full, length, v_row, D, DP, BN).to(q.dtype)
         m, total, acc = _update(q, k, v, m, total, acc, scale, length - full, True, IEEE)
-    acc = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])  # without context
+    acc = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])  # 0 for requests without context
     out_at = ((r * B + beam) * H + head)[:, None] * D + column[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), there)
 
 
 @triton.jit
 def _take(q, k, v, m, total, acc):
-    """One key and value for every row."""
+    """Update the running sums with one key and value for every row."""
     s = tl.sum(q * k, 1)
     higher = tl.maximum(m, s)
     weight, shrink = tl.exp2(s - higher), tl.exp2(m - higher)
@@ -137,7 +139,7 @@ def _ancestors(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ancestor_ptr, out_ptr,
     m, total, acc = _take(q, k.to(tl.float32), v.to(tl.float32), m, total, acc)
     y = acc / total[:, None]
     out_at = ((r * B + beam) * stride_out + head * D)[:, None] + column[None, :]
-    if FP8:  # the rows of a beam share a scale; HP is a power of two, so that they are a block of the tile
+    if FP8:  # the heads of a beam share a scale; HP is a power of two, so a beam is HP adjacent rows of the tile
         y = tl.where(there, y.to(q_ptr.dtype.element_ty).to(tl.float32), 0.0)
         largest = tl.max(tl.reshape(tl.max(finite_magnitude(y), 1), (BB, HP)), 1)
         made = scale_of(largest, False, POW2)
@@ -154,16 +156,15 @@ def _padded(width: int) -> int:
 
 
 def tile_for(rows: int, d: int, item: int) -> Tile:
-    """(BM, BN, warps, stages) for `rows` (beam, head) rows a request and group."""
+    """Choose a tile for `rows` (beam, head) rows per request and group."""
     if INTERPRETED:
         return (16, 16, 4, 2)
-    return (
-        (64, 64, 4, 3) if rows > 16 else (16, 64, 4, 3)
-    )  # of nine tiles the fastest at 512 and at 3000 keys on an H200
+    # the fastest of nine tiles at 512 and at 3000 keys on an H200
+    return (64, 64, 4, 3) if rows > 16 else (16, 64, 4, 3)
 
 
 def _one_matrix(x: Tensor) -> bool:
-    """Whether keys [R, S, G, D] are one matrix [R S, G D] that TMA can read: rows at multiples of 16 bytes, from an aligned start."""
+    """Return True if TMA can read keys [R, S, G, D] as one matrix [R S, G D]: dense and aligned to 16 bytes."""
     s, d = x.shape[1], x.shape[3]
     dense = x.stride(3) == 1 and x.stride(2) == d and x.stride(0) == s * x.stride(1)
     return dense and x.stride(1) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 and d == _padded(d)
@@ -177,7 +178,7 @@ def _descriptor(x: Tensor, bn: int) -> TensorDescriptor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, shared: bool, tile: Tile | None = None
 ) -> Tensor:
-    """q [R, B, H, D], k, v [R, S, G, D] with unit stride along D."""
+    """Attend with q [R, B, H, D] to k, v [R, S, G, D], all with unit stride along D."""
     (requests, beams, heads, d), (_, s, groups, _) = q.shape, k.shape
     out = torch.empty(requests, beams, heads, d, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
@@ -198,7 +199,11 @@ def attend(
 def ancestors(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, scale: float, *, keep: bool, fp8: bool, pow2: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q, k, v [R, B, H, D] and keys, values [L, R, W, H, D], each with the same strides, unit along D; table contiguous [P, R, B]."""
+    """Attend to ancestors; return the result and its scales (empty if not `fp8`).
+
+    q, k, v [R, B, H, D] have the same strides, and so have keys, values [L, R, W, H, D]; all have unit stride along D.
+    The table of ancestors [P, R, B] is contiguous.
+    """
     (requests, beams, heads, d), rows = q.shape, q.shape[0] * q.shape[1]
     if fp8:
         out = aligned(rows, heads * d, torch.float8_e4m3fn, q.device)
@@ -210,7 +215,7 @@ def ancestors(
         return out, made
     wide = _padded(d)
     heads_padded = next_power_of_2(heads) if fp8 else heads
-    some = max(1, 2048 // (heads_padded * wide)) if fp8 else 1  # beams of a program
+    some = max(1, 2048 // (heads_padded * wide)) if fp8 else 1  # beams per program
     block = some * heads_padded if fp8 else 16
     _ancestors[(cdiv(beams * heads_padded, block), requests)](
         q, k, v, keys, values, table, out, made, requests, beams, heads, table.shape[0], scale * LOG2E, *q.stride()[:3],

@@ -1,10 +1,11 @@
-"""Flash attention of many beams over one context in E4M3: both products in FP8, twice the rate of 16 bits.
+"""Flash attention of many beams over one context in E4M3: both products run in FP8, at twice the 16-bit rate.
 
-    s   = (q8 k8^T) * scale_q            q8: a query, rounded to E4M3 under a scale of its own
-    acc = acc * shrink + p8 v8           p8: 256 p, p in (0, 1] as it stands against the running maximum, rounded to E4M3; the sum that divides is of what was not rounded
+    s   = (q8 k8^T) * scale_q            q8: a query, rounded to E4M3 with a scale of its own
+    acc = acc * shrink + p8 v8           p8: 256 p rounded to E4M3, p in (0, 1] relative to the running maximum
 
-Keys and values are E4M3 without scales. Hopper multiplies FP8 only where both operands lie along the sum: keys as rows, values as columns. A tile is otherwise that of
-`triton_kernels._attend`, whose law this keeps up to the rounding of q and p.
+The softmax denominator sums the unrounded p. Keys and values are E4M3 without scales. Hopper multiplies FP8 only if
+both operands are contiguous along the summed dimension: keys as rows, values as columns. Otherwise the kernel is that
+of `triton_kernels._attend`, and gives the same result up to the rounding of q and p.
 """
 
 import torch
@@ -26,12 +27,12 @@ from loka.kernels.strides import cdiv
 from loka.kernels.tile import finite_magnitude, inverse, scale_of, to_fp8
 from loka.kernels.triton_launcher import quick
 
-NARROWEST = 32  # products of an FP8 instruction
+NARROWEST = 32  # K of an FP8 tensor core instruction
 
 
 @triton.jit
 def _update_low(q, q_scale, k, v, m, total, acc, left, MASK: tl.constexpr, PREROUND: tl.constexpr):
-    """One block of keys [BN, D] and values [D, BN]: `left` of them count where MASK."""
+    """Update the running sums with keys [BN, D] and values [D, BN]; with MASK only the first `left` count."""
     s = tl.dot(q, k.T) * q_scale[:, None]
     if MASK:
         s = tl.where((tl.arange(0, k.shape[0]) < left)[None, :], s, float("-inf"))
@@ -79,25 +80,25 @@ def _attend_low(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, 
         key = full + tl.arange(0, BN)
         v = tl.load(v_base + column.to(tl.int64)[:, None] * v_column + key[None, :], (key < length)[None, :], other=0.0)
         m, total, acc = _update_low(q, q_scale, k, v, m, total, acc, length - full, True, PREROUND)
-    acc = tl.where((total == 0.0)[:, None], 0.0, acc / (256.0 * total)[:, None])  # without context
+    acc = tl.where((total == 0.0)[:, None], 0.0, acc / (256.0 * total)[:, None])  # 0 for requests without context
     out_at = ((r * B + beam) * H + head)[:, None] * D + column[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), there)
 
 
 def fits(d: int) -> bool:
-    """Whether heads of this width can be multiplied in FP8."""
+    """Return True if heads of this width can be multiplied in FP8."""
     return d >= NARROWEST and d == _padded(d)
 
 
 def tile_for_low(rows: int) -> Tile:
-    """(BM, BN, warps, stages); compiled for Hopper, not yet timed against others there."""
+    """Choose a tile. These compile for Hopper but have not been timed against others there."""
     if INTERPRETED:
         return (16, 32, 4, 2)
     return (64, 128, 4, 3) if rows > 16 else (16, 128, 4, 3)
 
 
 def _columns_descriptor(v: Tensor, bn: int) -> TensorDescriptor | None:
-    """Values as one matrix [R G D, S], where they are one."""
+    """Return a descriptor of the values as one matrix [R G D, S], or None if they are not dense and aligned."""
     requests, s, groups, d = v.shape
     dense = v.stride(2) == d * v.stride(3) and v.stride(0) == groups * v.stride(2)
     if not dense or v.stride(3) % 16 or v.data_ptr() % 16:
@@ -106,7 +107,7 @@ def _columns_descriptor(v: Tensor, bn: int) -> TensorDescriptor | None:
 
 
 def attend_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, tile: Tile | None = None) -> Tensor:
-    """q [R, B, H, D] with unit stride along D, k, v [R, S, G, D] in E4M3 with unit stride along D and along S."""
+    """Attend with q [R, B, H, D] to k, v [R, S, G, D] in E4M3. Unit stride along D for q and k, along S for v."""
     (requests, beams, heads, d), (_, s, groups, _) = q.shape, k.shape
     out = torch.empty(requests, beams, heads, d, dtype=q.dtype, device=q.device)
     if out.numel() == 0:

@@ -1,4 +1,4 @@
-"""The Triton attentions of beams as torch ops, so that torch.compile sees a call and not Python."""
+"""Triton beam attention as torch ops, so that torch.compile does not trace the launch code."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from loka.kernels.quantize.triton_kernels import aligned
 
 @torch_op("beam_attention")
 def beam_attention(q: Tensor, k: Tensor, v: Tensor | None, lengths: Tensor, scale: float) -> Tensor:
-    """v None: the values are the keys."""
+    """See `triton_kernels.attend`. If v is None, the keys are also the values."""
     return kernels.attend(q, k, k if v is None else v, lengths, scale, v is None)
 
 
@@ -23,7 +23,7 @@ def _(q, k, v, lengths, scale):  # type: ignore[no-untyped-def]
 
 @torch_op("beam_attention_low")
 def beam_attention_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Keys and values in E4M3, the latter by columns."""
+    """See `triton_low_kernels.attend_low`."""
     return attend_low(q, k, v, lengths, scale)
 
 
