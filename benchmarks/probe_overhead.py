@@ -257,7 +257,7 @@ class Bench:
         """Milliseconds a step."""
         self._wait()
         self.probe.steps = 0
-        self.probe._turn()
+        self.probe._schedule()
         start = time.perf_counter()
         for _ in range(self.arguments.every):
             if probed:
@@ -295,7 +295,7 @@ class Bench:
         for number in range(len(self.probe._slots)):
             parts[f"probed_group_{number}"] = lambda number=number: self._group(number)  # type: ignore[misc]
         found = {name: self._time(part) for name, part in parts.items()}
-        self.probe._turn()
+        self.probe._schedule()
         return found
 
     def _group(self, number: int) -> None:

@@ -1,14 +1,14 @@
-"""What counts as a site, and how its operands are seen as one GEMM: out = a b^T with rows of a from the module's input.
+"""Which modules are sites, and how their operands map to one GEMM: out = a b^T, where the rows of a come from the module's input.
 
     linear      nn.Linear (and what replaces it)       a = x [..., K]             b = W [N, K]
-    grouped     loka.nn.GroupedLinear                  a = x [rows, K]            b = W of one expert; every row meets one
+                transformers' Conv1D                   a = x [..., K]             b = W [K, N], transposed
+    grouped     loka.nn.GroupedLinear                  a = x [rows, K]            b = W of the row's expert
     mixed       loka.nn.FeatureMix                     a = columns of x [B, K, d] b = W [N, K]
-    batched     FactorizationMachine, DotInteraction,  a = rows of the first      b = the second operand of one example, an activation
-                DotProductAttention (Q K^T)            operand
-                transformers' Conv1D                                              its weight is [K, N]: transposed
-    lookup      nn.Embedding, nn.EmbeddingBag          no GEMM: statistics of the table, of what it returns (as "x"), of its gradient
+    batched     FactorizationMachine, DotInteraction,  a = rows of the first      b = the second operand of one example,
+                DotProductAttention (Q K^T)                operand                    an activation
+    lookup      nn.Embedding, nn.EmbeddingBag          no GEMM: statistics of the table, of its output (as "x") and of its gradient
 
-Sites of your own: `register(MyModule, Adapter(...))`, before a Probe is made. The class decides; subclasses are covered.
+To observe other modules, call `register(MyModule, Adapter(...))` before creating a Probe. Subclasses are included.
 """
 
 from collections.abc import Callable
@@ -23,38 +23,38 @@ Operands = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Tensor, 
 
 
 def first_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The first argument, however it was passed; the other operand is the module's weight."""
+    """Return the first argument, positional or keyword, and None: the other operand is the module's weight."""
     return args[0] if args else next(iter(kwargs.values())), None
 
 
 def two_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The first two arguments: both operands are activations."""
+    """Return the first two arguments: both operands are activations."""
     both = [*args, *kwargs.values()]
     return both[0], both[1]
 
 
 def input_twice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The first argument with itself."""
+    """Return the first argument twice: it is multiplied by itself."""
     x, _ = first_input(module, args, kwargs)
     return x, x
 
 
 def own_weight(module: nn.Module) -> Tensor | None:
-    """`module.weight`."""
+    """Return `module.weight` if it is a tensor."""
     weight = module.weight
     return weight if isinstance(weight, Tensor) else None
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How Probe reads the operands of one class of modules.
+    """Tells Probe how to read the operands of one class of modules.
 
     Args:
-        kind: of site.
-        operands: gives the input, and where there is no weight the second operand [..., N, K].
-        weight: gives [N, K], or [experts, N, K].
-        channel: where the contracted dimension of the input, and the columns of the output, are.
-        gradient: whether the output is the product itself, so that its gradient is an operand.
+        kind: the kind of site, see `loka.probe.adapter`.
+        operands: (module, args, kwargs) -> the input, and the second operand [..., N, K] if that is not a weight, else None.
+        weight: module -> the weight [N, K] or [experts, N, K]; None if there is no weight.
+        channel: the contracted dimension of the input, and the column dimension of the output.
+        gradient: True if the output is the product itself, so that its gradient is an operand of dgrad and wgrad.
 
     Example:
         >>> register(MyLinear, Adapter("linear"))
@@ -63,8 +63,8 @@ class Adapter:
     kind: Kind
     operands: Operands = first_input
     weight: Callable[[nn.Module], Tensor | None] | None = own_weight
-    channel: Literal[-1, -2] = -1  # where the contracted dimension of the input, and the columns of the output, are
-    gradient: bool = True  # whether the output is the product itself, so that its gradient is an operand
+    channel: Literal[-1, -2] = -1
+    gradient: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -77,11 +77,11 @@ _REGISTERED: dict[type[nn.Module], Adapter] = {}
 
 
 def register(module_class: type[nn.Module], adapter: Adapter) -> None:
-    """Make modules of a class sites of every Probe made from now on.
+    """Make modules of a class sites of every Probe created from now on.
 
     Args:
-        module_class: whose modules.
-        adapter: how their operands are seen as one GEMM.
+        module_class: a subclass of nn.Module.
+        adapter: how to read the operands of its GEMM.
 
     Example:
         >>> register(MyLinear, Adapter("linear"))
@@ -107,14 +107,14 @@ def _built_in() -> dict[type[nn.Module], Adapter]:
 
 
 def find_adapter(module: nn.Module) -> Adapter | None:
-    """The adapter of the nearest class; None for a module that is no site."""
+    """Return the adapter of the most specific registered class, or None if the module is not a site."""
     known = _built_in() | _REGISTERED
     found = next((known[base] for base in type(module).__mro__ if base in known), None)
     return _TRANSPOSED if found is None and _is_transposed_linear(module) else found
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
-    """GPT-2's Conv1D, known by its structure: a weight [K, N], a bias [N], and `nf` = N."""
+    """Detect GPT-2's Conv1D by its structure, without importing transformers: weight [K, N], bias [N], and `nf` = N."""
     weight, bias, nf = (getattr(module, name, None) for name in ("weight", "bias", "nf"))
     if type(module).__name__ != "Conv1D" or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         return False

@@ -1,16 +1,17 @@
-"""Engine: how a candidate quantises and multiplies, and the gate it must pass before its errors are looked at.
+"""Engine: how a candidate quantizes and multiplies, and the conformance gate it must pass before its errors are measured.
 
-An engine is a quantiser and a GEMM of the kernels' registry under one name. Anything else with the same two verbs can be evaluated too:
-a kernel of one's own, or a broken one, to see that it is found.
+An engine is a quantizer and a GEMM backend under one name. It usually comes from the kernel registry, but any object with the
+same two methods can be evaluated: a custom kernel, or a deliberately broken one to check that the gate rejects it.
 
-The gate asks whether the engine computes what it claims, at the rows and widths the site really has, since a kernel can be right at one shape and
-wrong at the next (`loka.measure.gate`):
+The gate checks that the engine computes what it claims, at the site's actual shape, because a kernel can be right at one shape
+and wrong at the next (`loka.measure.gate`):
 
-    quantiser   equal to the law, bit for bit, on float32 and bf16 inputs
-    GEMM        within the accumulation's error of the law on the same quantised operands, every element of it, in every one of 36 calls
+    quantizer   bit-identical to the reference on float32 and bf16 inputs
+    GEMM        every element within accumulation error of the reference on the same quantized operands, in each of 36 calls
 
-It says nothing about whether FP8 is accurate enough. That is measured on the site's own distributions, and neither replaces the other: a scale that is 10 % off
-passes a bound of 0.2, and a kernel that is right on zero-mean inputs may still lose a sum of one sign.
+The gate does not say whether FP8 is accurate enough; that is measured on the site's own distributions. Neither check replaces
+the other: a scale that is 10 % off passes an error bound of 0.2, and a kernel that is right on zero-mean inputs may still lose
+precision in a sum whose terms all have the same sign.
 """
 
 from collections.abc import Callable
@@ -27,17 +28,17 @@ from loka.kernels.quantize import QuantizeCall, quantize
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.gate import judge_backend, judge_quantizer
 
-GATE_DTYPES = (torch.float32, torch.bfloat16)  # what Probe's samples are, and what a model hands on
+GATE_DTYPES = (torch.float32, torch.bfloat16)  # the dtypes of Probe's samples and of a model's activations
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The quantiser and the GEMM that errors are measured with.
+    """The quantizer and the GEMM with which errors are measured.
 
     Args:
-        name: in reports.
+        name: the name shown in reports.
         quantize: (x, spec) -> QTensor.
-        matmul: a backend of scaled_mm, or a module like one.
+        matmul: a backend of scaled_mm, or an object with the same interface.
 
     Example:
         >>> probe.evaluate(backends=[Engine("mine", loka.formats.quantize, my_module)])
@@ -49,28 +50,28 @@ class Engine:
 
     @classmethod
     def named(cls, name: str) -> "Engine":
-        """A backend of scaled_mm with the quantiser that goes with it; emulation is emulation throughout."""
+        """Return the engine for a scaled_mm backend. "reference" also quantizes with the reference implementation."""
         quantizer = partial(quantize, backend="reference" if name == "reference" else "auto")
         return cls(name, quantizer, registry.backend("scaled_mm", name))
 
     def multiply(self, qa: QTensor, qb: QTensor, operands: GemmWay) -> Tensor:
-        """The product alone."""
+        """Multiply two quantized operands."""
         out: Tensor = self.matmul.run(qa, qb, out_dtype=out_dtype(qa.device), fast_accum=operands.fast_accum)
         return out
 
 
 def out_dtype(device: torch.device) -> torch.dtype:
-    """What a product is written in: bf16 on a GPU, as layers do and every library can; float32 in emulation."""
+    """Return the output dtype of products: bf16 on a GPU, which every backend supports; float32 in emulation."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 class Gate:
-    """Asks `loka.measure.gate` about engines, which judges every kernel on every call once."""
+    """Checks engines with `loka.measure.gate`, which judges each kernel once per call signature."""
 
     def refuse(
         self, engine: Engine, operands: GemmWay, shape: tuple[int, int, int], device: torch.device
     ) -> str | None:
-        """Why a candidate may not run a GEMM of that shape, whether the backend declines the call itself or is wrong on it; or None."""
+        """Return why a candidate may not run a GEMM of that shape (not supported, or wrong results), or None if it may."""
         m, k, n = shape
         call = operands.call(m, k, n, out_dtype(device))
         verdict = engine.matmul.supports(call, device)

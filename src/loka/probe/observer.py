@@ -1,12 +1,13 @@
-"""Observer: the half of a Probe that looks. It finds the sites, attaches hooks, keeps the cadence, and saves, merges and resumes what was seen.
+"""Observer: the collecting half of a Probe. It finds the sites, attaches hooks, schedules looks, and saves, merges and restores state.
 
-Cadence. Every site is looked at on one step in `every`. Sites take turns (`stagger` groups of about equal cost), so that no single step pays for
-all of them: with every=100 and stagger=4 a quarter of the sites is looked at on steps 0, 25, 50, 75. Other steps run a hook that is one `if`.
+Each site is observed on one step in `every`. Sites are split into `stagger` groups of about equal cost, so that no single step
+pays for all of them: with every=100 and stagger=4, a quarter of the sites is observed on each of the steps 0, 25, 50 and 75.
+On all other steps a hook costs one `if`.
 
-With torch.compile there are two graphs, one for steps with a look and one for the others; see `loka.probe.seeing`. Making a Probe makes torch.compile forget
-older graphs, which know nothing of its hooks.
+Under torch.compile there are two graphs, one for sampled steps and one for the others (`loka.probe.seeing`). Creating a Probe
+resets torch.compile, because existing graphs do not include its hooks.
 
-Weights are taken into their matrix normals every `snapshot_every` steps, one site a step, and the state is saved then where `save_to` says.
+Every `snapshot_every` steps the weights are added to their matrix normals, one site per step, and the state is saved to `save_to`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,11 +39,11 @@ from loka.probe.weights import shape_of_weight
 ModuleFilter = Callable[[nn.Module, str], bool]
 MAX_STAGGER = 4
 MAX_NOTES = 20
-SLOT_STEPS = 25  # at least so many steps lie between two looks, unless `stagger` says otherwise
+SLOT_STEPS = 25  # minimum steps between the turns of two groups, unless `stagger` is given
 
 
 class Observer:
-    """Watches the sites of a model while it trains."""
+    """Observes the sites of a model while it trains. See `Probe` for the arguments."""
 
     def __init__(
         self,
@@ -82,9 +83,9 @@ class Observer:
         self._switch = Switch()
         self._device = next((watch.device for watch in self._watches.values()), torch.device("cpu"))
         self._loss = LossWatch(self._device)
-        self.notes: list[str] = []  # what went wrong besides sites, once each
+        self.notes: list[str] = []  # errors that belong to no single site, without duplicates
         make_hooks_count()
-        # Before other hooks: FSDP2's own would take the whole weight away.
+        # Prepended, because FSDP2's own forward hook frees the unsharded weight.
         self._handles: list[RemovableHandle] = [
             watch.module.register_forward_hook(
                 make_hook(self._switch, watch, self._loss), with_kwargs=True, prepend=True
@@ -108,7 +109,7 @@ class Observer:
         self._handles.append(model.register_forward_pre_hook(self._example.make_hook(), with_kwargs=True))
         output = make_output_hook(self._switch, self._loss)
         self._handles.append(self.model.register_forward_hook(output, with_kwargs=True))
-        self._turn()
+        self._schedule()
 
     def _find_sites(self, keep: ModuleFilter | None, kinds: Sequence[Kind]) -> dict[str, Watch]:
         unknown = set(kinds) - set(KINDS)
@@ -129,7 +130,7 @@ class Observer:
             found.append((name, module, adapter))
         if not found:
             raise ValueError(
-                f"nothing to probe: the model has no site of the kinds {', '.join(kinds)} that module_filter_fn lets through"
+                f"nothing to probe: the model has no site of the kinds {', '.join(kinds)} that module_filter_fn accepts"
             )
         self._unseen = find_unseen(self.model, {*seen, *uncalled}, outside)
         self.ledger.prepare([shape for _, module, adapter in found if (shape := shape_of(module, adapter)) is not None])
@@ -149,37 +150,38 @@ class Observer:
 
     @property
     def sampling(self) -> bool:
-        """Whether the step now running has a look."""
+        """Whether the current step is sampled."""
         return self._switch.on
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Names of the watched modules."""
+        """Names of the observed modules."""
         return tuple(self._watches)
 
     def watch(self, site: str) -> Watch:
-        """What is known of one site."""
+        """Return the `Watch` of one site, by name."""
         if site not in self._watches:
             raise ValueError(f"no site {site!r}; sites are {', '.join(self._watches)}")
         return self._watches[site]
 
-    def _turn(self) -> None:
-        """Set whose turn the coming step is."""
+    def _schedule(self) -> None:
+        """Enable the sites that are due on the coming step."""
         for number, slot in enumerate(self._slots):
             due = bool(self._handles) and self.steps % self.every == number * self.every // len(self._slots)
             for watch in slot:
                 watch.on = due
         by_module = {id(watch.module): watch for watch in self._watches.values()}
-        for watch in self._watches.values():  # the links of a chain are looked at together
+        for watch in self._watches.values():  # all links of a chain are observed on the same step
             head = by_module.get(id(follows_head(watch.module)))
             watch.on = watch.on if head is None else head.on
         self._switch.on = any(watch.on for watch in self._watches.values())
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Say that a training step is over. Never raises: what goes wrong is in `notes`, and in the report.
+        """Mark the end of a training step. Never raises; errors are recorded in `notes` and in the report.
 
         Args:
-            loss: what was differentiated in this step. Only needed where it is no cross-entropy of the model's output (`loka.probe.loss`).
+            loss: the loss that was differentiated. Needed only if it is not a cross-entropy of the model's output
+                (`loka.probe.loss`).
 
         Example:
             >>> loss.backward(); optimizer.step(); probe.step()
@@ -190,7 +192,7 @@ class Observer:
             self._take_snapshots()
         except Exception as error:
             self._note(f"step {self.steps}: {type(error).__name__}: {error}")
-        self._turn()
+        self._schedule()
 
     def _take_snapshots(self) -> None:
         if self.steps < self.snapshot_every or not self._handles:
@@ -206,7 +208,7 @@ class Observer:
             self.notes.append(text)
 
     def absorb(self, loss: Tensor | float | None = None) -> None:
-        """Learn from what the running step has shown so far."""
+        """Process the looks collected so far in the current step."""
         if not self._switch.on:
             return
         with torch.autocast(self._device.type, enabled=False):
@@ -228,7 +230,7 @@ class Observer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is looked at inside."""
+        """Disable observation inside this context."""
         before, self._switch.on = self._switch.on, False
         try:
             yield
@@ -236,19 +238,19 @@ class Observer:
             self._switch.on = before
 
     def detach(self) -> None:
-        """Remove every hook; what was seen stays."""
+        """Remove every hook. The collected data is kept."""
         self.absorb()
         for handle in self._handles:
             handle.remove()
         self._handles = []
         for tap in self._taps:
             chain_tap.detach(tap)
-        self._turn()
+        self._schedule()
 
-    # What was seen, as files and across ranks
+    # Saving, restoring, and merging across ranks
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was seen, as flat named tensors (safetensors can write them)."""
+        """Return the collected data as flat named tensors, suitable for safetensors."""
         self.absorb()
         state = {f"{name}:{key}": value for name, w in self._watches.items() for key, value in w.state_dict().items()}
         return {**state, "counts": torch.tensor([self.steps, self.sampled_steps, *self._extra_counts()])}
@@ -257,13 +259,13 @@ class Observer:
         return []
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state; refuses one of another set of sites."""
+        """Restore a saved state. Raises ValueError if it belongs to a different set of sites."""
         parts = self._split(state)
         self.steps, self.sampled_steps = state["counts"].tolist()[:2]
         for name, watch in self._watches.items():
             watch.load_state_dict(parts[name])
         self._switch.ungraded = all(watch.forward_only or not watch.calls for watch in self._watches.values())
-        self._turn()
+        self._schedule()
 
     def _split(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         parts: dict[str, dict[str, Tensor]] = {}
@@ -279,29 +281,29 @@ class Observer:
         return parts
 
     def save(self, path: str | Path, *, wait: bool = False) -> None:
-        """Write the state as safetensors, in the background unless `wait`."""
+        """Write the state as safetensors, in the background unless `wait` is True."""
         self._saver.save(self.state_dict(), path)
         if wait:
             self._saver.wait()
 
     def wait(self) -> None:
-        """Until a save in the background is done; raises what went wrong in it."""
+        """Wait for a background save to finish; raises ValueError if it failed."""
         self._saver.wait()
 
     def load(self, path: str | Path) -> None:
-        """Continue from a saved file."""
+        """Restore the state from a file."""
         self._saver.wait()
         self.load_state_dict(read_state(path))
 
     def merge(self, state: Mapping[str, Tensor]) -> None:
-        """Add what another rank's probe of the same model has seen (its `state_dict`)."""
+        """Add the `state_dict` of another rank's probe of the same model."""
         self.absorb()
         for name, part in self._split(state).items():
             self._watches[name].merge(part)
         self.sampled_steps = max(self.sampled_steps, int(state["counts"][1]))
 
     def gather(self, *, dst: int = 0, group: Any = None) -> None:
-        """Bring what all ranks have seen to one: a collective call. Elsewhere nothing changes."""
+        """Merge the data of all ranks into rank `dst`. A collective call; other ranks keep their own data unchanged."""
         here, state = dist.get_rank() == dst, self.state_dict()
         states: list[Any] | None = [None] * dist.get_world_size(group) if here else None
         dist.gather_object(state, states, dst=dst, group=group)
@@ -311,7 +313,7 @@ class Observer:
 
 
 def shape_of(module: nn.Module, adapter: Adapter) -> tuple[int, int, bool] | None:
-    """Width of x, width of dy, whether the weight is learned; None where only a call will tell."""
+    """Return (width of x, width of dy, whether the weight gets a matrix normal), or None if unknown before the first call."""
     shape = shape_of_weight(module, adapter.weight)
     if shape is None:
         return None
@@ -320,7 +322,7 @@ def shape_of(module: nn.Module, adapter: Adapter) -> tuple[int, int, bool] | Non
 
 
 def assign_slots(watches: Sequence[Watch], count: int) -> list[list[Watch]]:
-    """Groups of about equal cost: the dearest site first, each to the group that has least."""
+    """Split sites into groups of about equal cost, greedily: the most expensive first, each into the cheapest group."""
     slots: list[list[Watch]] = [[] for _ in range(min(count, len(watches)))]
     costs = [0.0] * len(slots)
     for watch in sorted(watches, key=lambda w: -(w.k**2 + w.n**2)):

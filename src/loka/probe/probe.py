@@ -1,4 +1,4 @@
-"""Probe: look at every linear of a model while it trains, and say which of its GEMMs would survive low precision.
+"""Probe: observe every linear of a model while it trains, and report which of its GEMMs tolerate low precision.
 
     probe = loka.Probe(model)
     for batch in loader:
@@ -6,10 +6,12 @@
         probe.step()
     report = probe.evaluate()
 
-Every site is looked at on one step in `every`, 100 by default: statistics, learned distributions and a few real rows of x, W and dy, for all three GEMMs
-(`loka.probe.watch`), and what every recipe would do to the loss (`loka.probe.score`). On the other steps a hook is one `if`. Training is bit-identical with the probe attached, and within rounding when
-compiled: a sampled step runs a second compiled graph (`loka.probe.seeing`), not eagerly. `evaluate` then runs every candidate on what was learned
-(`loka.probe.survey`). Sites are linears; `kinds` adds grouped, mixed and batched products and lookups (`loka.probe.adapter`).
+Each site is observed on one step in `every` (100 by default). Such a look collects statistics, learned distributions and a few
+real rows of x, W and dy for all three GEMMs (`loka.probe.watch`), and scores what every recipe would do to the loss
+(`loka.probe.score`). On the other steps a hook costs one `if`. Training is bit-identical with the probe attached. Under
+torch.compile it is identical up to rounding, because a sampled step runs a second compiled graph (`loka.probe.seeing`).
+`evaluate` then runs every candidate on the collected data (`loka.probe.survey`). Sites are linears by default; `kinds` adds
+grouped, mixed and batched products and lookups (`loka.probe.adapter`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,21 +34,21 @@ from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site
 
 
 class Probe(Observer):
-    """Watches the sites of a model while it trains, and judges them. It changes no bit and never raises into the training loop.
+    """Observes the sites of a model while it trains, and judges them. It changes no value and never raises into the training loop.
 
     Args:
-        model: any nn.Module, wrapped or not.
-        every: steps between looks.
-        rows: kept and looked at, of each site.
-        seed: of what is sampled.
-        module_filter_fn: (module, name) -> whether it is a site.
-        kinds: of sites.
-        memory_budget: bytes for learned distributions.
-        window: steps of a window, for drift.
-        stagger: groups of sites that are looked at in turn.
+        model: any nn.Module, also one wrapped by DDP, torch.compile or TorchRec.
+        every: observe each site once in this many steps.
+        rows: rows sampled per look and kept per site.
+        seed: seed for all sampling.
+        module_filter_fn: (module, name) -> True if the module is to be observed.
+        kinds: kinds of sites to observe, see `loka.probe.adapter`.
+        memory_budget: bytes for the learned distributions of all sites.
+        window: length in steps of a window of `drift`.
+        stagger: number of groups of sites that are observed on different steps.
         snapshot_every: steps between snapshots of the weights, and between saves.
-        recipes: to be scored besides FP8's own: ("mxfp8", "nvfp4", "int8") shows what would be safe on another card.
-        save_to: a file that what was seen is saved to, in the background.
+        recipes: recipes to score besides the FP8 ones: ("mxfp8", "nvfp4", "int8") shows what would be safe on other GPUs.
+        save_to: file to which the state is saved in the background.
 
     Example:
         >>> probe = Probe(model)
@@ -61,7 +63,8 @@ class Probe(Observer):
     def count_flops(self, step: Callable[[], Any]) -> int:
         """Run one training step (forward and backward) and count the FLOPs of all its matrix products, not only the linears'.
 
-        With this, `flops_share` is a share of the model; without, of the probed sites. Nothing is recorded meanwhile.
+        After this call, `flops_share` in a report is a share of the whole model; otherwise it is a share of the probed
+        sites. The step itself is not recorded.
         """
         with self.paused(), FlopCounterMode(display=False) as counter:
             step()
@@ -83,12 +86,21 @@ class Probe(Observer):
         example: Any = None,
         **settings: Any,
     ) -> Report:
-        """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each; without one a terminal shows a bar.
+        """Measure every recipe on every GEMM of every site, and judge it.
 
-        `example` is an input of the model (a tuple is *args, a dict **kwargs) on which its chains are found; without one the inputs of some sampled calls are.
-        `recipes` are names of `loka.dispatch.RECIPES`; by default tensorwise, rowwise, blockwise and those that the Probe was made with: only they are scored while the model
-        trains, others are judged by their errors. `backends` are what a plan can choose from; without them those of the model's device (`choose_backends`).
-        `settings` are further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights, repeats, seconds, gate.
+        Args:
+            recipes: names in `loka.dispatch.RECIPES`; by default tensorwise, rowwise, blockwise and the recipes passed to the
+                Probe. Only these are scored during training; others are judged by the error of their products alone.
+            samples: resamples or draws per interval.
+            backends: the backends a plan may choose from; by default those for the model's device (`choose_backends`).
+            max_error: largest error allowed in fprop (MERE).
+            max_gradient_error: largest error allowed in dgrad and wgrad (relative L2).
+            model_name, data_name, command: written to the report.
+            progress: called as progress(site, done, total) before each site; by default a terminal shows a progress bar.
+            example: a model input (a tuple is *args, a dict **kwargs) used to find chains; by default the inputs of some
+                sampled calls are used.
+            settings: further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights,
+                repeats, seconds, gate.
         """
         self.absorb()
         asked = Settings(
@@ -110,7 +122,7 @@ class Probe(Observer):
                 tell(watch.name, number, len(self._watches))
                 sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what the products took goes back to the device
+            torch.cuda.empty_cache()  # release the memory used by the trial products
         with self.paused():
             chains = find_chains(self.model, self._example, example, self._watches)
         record = ProbeReport(
@@ -147,9 +159,9 @@ class Probe(Observer):
         }
 
     def drift(self, judge: Judge | None = None, **settings: Any) -> DriftReport:
-        """What moved, when, and whether the verdict would change: by a judge of your own, or by an evaluation with these settings.
+        """Report which statistics moved during training, when, and whether the verdict would change. See `loka.probe.drift`.
 
-        Without a judge and without settings nothing is judged, only compared: that is cheap. See `loka.probe.drift`.
+        Verdicts come from `judge`, or from an evaluation with `settings`. With neither, windows are only compared, which is cheap.
         """
         self.absorb()
         if judge is None and settings:
@@ -160,13 +172,16 @@ class Probe(Observer):
         return [self._flops or 0]
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a saved state; refuses one of another set of sites."""
+        """Restore a saved state. Raises ValueError if it belongs to a different set of sites."""
         super().load_state_dict(state)
         self._flops = int(state["counts"][2]) or None
 
 
 def choose_backends(device: torch.device | str) -> tuple[str, ...]:
-    """Emulation on a CPU, our own kernels on a GPU. Other people's run in this process only when named: a crash would take it along."""
+    """Return the default backends: emulation on a CPU, torch and Triton on a GPU.
+
+    Third-party kernels run only when named explicitly, because a crash in one would take this process down.
+    """
     return ("torch", "triton") if torch.device(device).type == "cuda" else ("reference",)
 
 

@@ -1,4 +1,4 @@
-"""Report: what Probe found, ready to be read, saved, turned into a plan or into a page."""
+"""Report: the findings of a Probe, to be read, saved, turned into a plan or rendered as an HTML page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _HEADER = ("site", "M x K x N", "FLOPs", "GEMM", "verdict", "speed", "why")
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratios of errors, summarised: their geometric mean, the largest, and where that is."""
+    """Summary of error ratios: geometric mean, the largest, and the site where it occurs."""
 
     mean: float
     largest: float
@@ -25,7 +25,7 @@ class Ratio:
 
     @classmethod
     def of(cls, found: Sequence[tuple[float, str]]) -> "Ratio":
-        """From (ratio, site) pairs."""
+        """Summarize (ratio, site) pairs."""
         largest, where = max(found)
         mean = math.exp(math.fsum(math.log(ratio) for ratio, _ in found) / len(found))
         return cls(mean, largest, where, len(found))
@@ -33,10 +33,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Report:
-    """What Probe found: a ProbeReport record with verbs.
+    """A `ProbeReport` record with methods to save, plan and summarize.
 
     Args:
-        record: what is saved.
+        record: the data, which is what `to_json` saves.
 
     Example:
         >>> plan = Report.load("probe.json").plan(min_speedup=None)
@@ -50,11 +50,11 @@ class Report:
         return cls(records.load(path, ProbeReport))
 
     def to_json(self, path: str | Path) -> None:
-        """Save the record."""
+        """Save the record as JSON."""
         records.save(self.record, path)
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page of its own: one self-contained file."""
+        """Write the report as one self-contained HTML file."""
         from loka.report import Results, write_html
 
         write_html(Results(probe=self.record), path)
@@ -76,11 +76,19 @@ class Report:
         database: Database | None = None,
         verify: Verify | None = None,
     ) -> Plan:
-        """The fastest candidates that are accurate enough and measurably faster. `min_speedup=None` makes a plan for accuracy only, and it says so.
+        """Make a plan: for each GEMM the fastest candidate that is accurate enough and measurably faster than bf16.
 
-        `target` names a device whose times come from `database` (without one, the rows that ship with the package). `overrides` maps site wildcards to a recipe's
-        name or "high"; the first that matches wins. `chains` runs linears in FP8 from one to the next where every one of them is within its share of the margin: None does so in a plan for
-        accuracy only, since a report has no time of a chain, True always, or refuses with the reasons, False never. `margin` is the report's where none is given. The rest is explained at `loka.Policy` and `loka.dispatch.make_plan`.
+        Args:
+            min_speedup: None ignores speed: the plan is for accuracy only, and says so.
+            target: name of a device whose times come from `database`.
+            overrides: maps site wildcards to a recipe name or "high"; the first match wins.
+            chains: whether consecutive linears pass FP8 to each other where each is within its share of the margin. True
+                requires it, or raises with the reasons; False never does it; None does it only in a plan for accuracy only,
+                because a report has no timings of chains.
+            margin: by default the report's own.
+            database: by default the measurements that ship with the package.
+
+        The other arguments are fields of `loka.Policy`; see also `loka.dispatch.make_plan`.
         """
         policy = Policy(
             max_error=self.record.max_mere if max_error is None else max_error,
@@ -98,14 +106,17 @@ class Report:
         return make_plan(self.record, policy, database=database, verify=verify)
 
     def site(self, name: str) -> Site:
-        """One site by name."""
+        """Return one site by name."""
         for site in self.record.sites:
             if site.name == name:
                 return site
         raise ValueError(f"no site {name!r}; sites are {', '.join(s.name for s in self.record.sites)}")
 
     def best(self, site: str, gemm: Gemm) -> Candidate | None:
-        """The candidate with the smallest upper bound of its harm, or where no harm is known of its error; None where nothing was measured."""
+        """Return the candidate with the smallest upper bound of its harm, or of its error if no harm is known.
+
+        None if nothing was measured.
+        """
         measured = [
             ((c.harm.high if c.harm else math.inf, e.high), c)
             for c in self.site(site).candidates
@@ -114,7 +125,7 @@ class Report:
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
     def table(self) -> str:
-        """Every GEMM of every site with its verdict, as aligned text."""
+        """Format every GEMM of every site with its verdict as aligned text."""
         rows = [_HEADER]
         for site in self.record.sites:
             shape = f"{site.m} x {site.k} x {site.n}"
@@ -128,7 +139,7 @@ class Report:
         )
 
     def compare_sources(self, gemm: Gemm = "fprop", recipe: str | None = None) -> dict[Source, Ratio]:
-        """How the error under each origin of the operands compares with that under N(0, 1), over sites and recipes."""
+        """Compare the error on each source of operands with the error on N(0, 1), over all sites and recipes."""
         ratios: dict[Source, list[tuple[float, str]]] = {}
         for site in self.record.sites:
             for candidate in site.candidates:
@@ -142,7 +153,7 @@ class Report:
         return {source: Ratio.of(found) for source, found in ratios.items()}
 
     def summary(self) -> list[str]:
-        """What was found, in a few lines."""
+        """Return the main findings in a few lines of text."""
         record = self.record
         lines = [
             f"{record.model}{f' on {record.data}' if record.data else ''}: {len(record.sites)} sites, "
@@ -168,7 +179,7 @@ class Report:
         return lines
 
     def _describe_gaps(self) -> list[str]:
-        """What was not looked at, what stays as it is, what went wrong, and hazards at inputs."""
+        """Describe what was not observed, what stays in high precision, what failed, and hazards at inputs."""
         record, lines = self.record, []
         if record.unseen:
             names = [f"{part.name or 'the model itself'} ({part.type}: {part.reason})" for part in record.unseen]

@@ -1,22 +1,24 @@
-"""What sites do to the model: the end metric with some of them in low precision, everything else untouched.
+"""Sensitivity: the end metric with some sites in low precision and everything else unchanged.
 
-Errors of a product say how much noise a site makes; this says how much of it arrives. A hook replaces the output of a linear by the product
-of its quantised operands (plus its bias): no module is swapped, no weight is touched, and the hook is gone afterwards whatever happens.
+The error of a product says how much noise a site adds; this measures how much of it reaches the metric. A forward hook replaces
+the output of a linear with the product of its quantized operands plus the bias. No module is swapped, no weight is changed, and
+the hook is always removed afterwards.
 
     each site alone        which sites matter
     all safe sites         what a plan would cost: noise adds up, and sometimes cancels
 
-Both runs have the same weights and see the same examples, so the comparison is paired and free of the noise of training: an interval of a few
-hundredths of a percent is common.
+Both runs use the same weights and examples, so the comparison is paired and free of training noise: intervals of a few
+hundredths of a percent are common.
 
-    score(model) -> values, groups        one number per example in a fixed order, and the unit of independence (user, household)
+    score(model) -> values, groups        one number per example in a fixed order, and the independent unit (user, household)
 
-Log loss for a ranker: its relative change is that of NE too, since NE divides by a constant of the labels. Recall for a generative model. Any
-callable will do; the change is (low precision - high) / high, whichever direction is better.
+For a ranker, use the log loss: its relative change is also that of NE, which divides by a constant of the labels. For a
+generative model, use recall. Any callable works; the change is (low precision - high) / high, whichever direction is better.
 
-Forward only: fprop is replaced, gradients do not happen here. `swap` does the same for anything that can be switched on and off (`loka.probe.swapping`).
+Only fprop is replaced; gradients are not measured here. `loka.probe.swapping` does the same for anything that can be switched
+on and off.
 
-A measured change vetoes: a site whose own swap may move the metric by more than its share of the margin is not called safe, whatever its score.
+A measured change overrides the score: a site that alone may move the metric by more than its share of the margin is unsafe.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +45,7 @@ SiteRecipes = Mapping[str, str]
 
 @contextmanager
 def fake_quantized(model: nn.Module, recipes: SiteRecipes) -> Iterator[None]:
-    """Inside, the named linears multiply in low precision, forward; recipes by site name."""
+    """Run the forward pass of the named linears in low precision inside this context. `recipes` maps site to recipe name."""
     modules = dict(named_sites(model))
     engine = Engine.named("reference")
     with ExitStack() as stack:
@@ -82,18 +84,18 @@ def measure_sensitivity(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Interval]:
-    """Relative change of the mean metric for each site alone; the model is left as it was.
+    """Measure the relative change of the mean metric with each site alone in low precision. The model is left unchanged.
 
     Args:
-        model: any.
-        sites: names of linears; a mapping gives each its own recipe.
-        score: (model) -> one number per example in a fixed order, and their groups or None.
-        recipe: where `sites` names none.
-        seed: of the bootstrap.
+        model: any nn.Module.
+        sites: names of linears, or a mapping from name to recipe.
+        score: model -> (one number per example in a fixed order, group ids or None).
+        recipe: the recipe if `sites` is not a mapping.
+        seed: seed of the bootstrap.
         progress: called with (site, done, total).
 
     Returns:
-        Interval by site: (low precision - high) / high.
+        Site -> interval of (low precision - high) / high.
 
     Example:
         >>> measure_sensitivity(model, probe.sites, score, recipe="rowwise")["head.last"].high
@@ -109,19 +111,9 @@ def measure_sensitivity(
 
 
 def measure_together(model: nn.Module, recipes: SiteRecipes, score: Score, *, seed: int = 0) -> Interval:
-    """Relative change of the mean metric with all of the sites in low precision at once.
+    """Measure the relative change of the mean metric with all sites in low precision at once, with its 95 % interval.
 
-    Args:
-        model: not changed.
-        recipes: of each site, by name.
-        score: as for `measure_sensitivity`.
-        seed: of the bootstrap.
-
-    Returns:
-        The change, with its 95 % interval.
-
-    Raises:
-        ValueError: there is no site.
+    `recipes` maps site to recipe name; the other arguments are those of `measure_sensitivity`.
     """
     if not recipes:
         raise ValueError("no site to measure together")
@@ -129,7 +121,7 @@ def measure_together(model: nn.Module, recipes: SiteRecipes, score: Score, *, se
 
 
 def recipes_of(report: Report, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """(every linear's best forward recipe, the safe ones'): the candidate with the smallest upper bound of its error."""
+    """Return (best forward recipe of every linear, the same for safe ones only), by site name. See `Report.best`."""
     modules = dict(named_sites(model))
     best, safe = {}, {}
     for site in report.record.sites:
@@ -151,18 +143,20 @@ def add_sensitivity(
     together: Interval | None = None,
     together_sites: Sequence[str] = (),
 ) -> Report:
-    """The report with what each site does to the end metric. A change that may be more than a site's share of the margin makes its forward GEMM unsafe, and the reason says so.
+    """Add measured changes of the end metric to a report.
+
+    A site whose change may exceed its share of the margin gets an unsafe forward verdict, with the reason.
 
     Args:
-        report: what Probe found.
-        found: what `measure_sensitivity` returned.
-        described: what was measured, on what.
-        recipes: that the sites ran.
-        together: the change with all safe ones at once.
-        together_sites: which those were.
+        report: the report of a Probe.
+        found: the result of `measure_sensitivity`.
+        described: the metric and the data, in words.
+        recipes: the recipes that were measured, by site.
+        together: the change with all safe sites at once.
+        together_sites: the names of those sites.
 
     Returns:
-        Another report.
+        A new report.
 
     Example:
         >>> add_sensitivity(report, measure_sensitivity(model, probe.sites, score), described="log loss of 8,192 examples")
@@ -188,7 +182,7 @@ def add_sensitivity(
 
 
 def _veto(site: Site, record: ProbeReport, described: str) -> Site:
-    """The site with its forward verdict corrected by what was measured."""
+    """Correct a site's forward verdict by its measured change of the metric."""
     if site.metric_change is None:
         return site
     judged = allow(site.metric_change, margin=record.margin, units=max(record.units, 1))

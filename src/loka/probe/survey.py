@@ -1,7 +1,7 @@
-"""The evaluation of all sites: errors, then times, then a verdict for every GEMM, as records.
+"""Evaluation of all sites: measure errors, then times, then judge every GEMM, and return records.
 
-settings    what is tried (recipes x backends), on what (samples, origins), and what is allowed
-survey      one site after the other; passed gates, N(0, 1) results and times are shared between sites of the same shape
+Settings    what to try (recipes x backends), on which operands (samples, sources), and the limits
+Survey      evaluates site by site; gate results, N(0, 1) results and times are shared between sites of the same shape
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ MAX_ERROR, MAX_GRADIENT_ERROR, MIN_SPEEDUP = 0.2, 0.1, 1.05
 
 @dataclass(frozen=True)
 class Settings:
-    """What an evaluation is asked. `backends` are names of the registry, or engines of one's own."""
+    """Settings of an evaluation. `backends` are names in the kernel registry, or custom engines."""
 
     recipes: Sequence[str] = DEFAULT_RECIPES
     backends: Sequence[str | Engine] = ("reference",)
@@ -42,11 +42,11 @@ class Settings:
     max_error: float = MAX_ERROR
     max_gradient_error: float = MAX_GRADIENT_ERROR
     min_speedup: float = MIN_SPEEDUP
-    margin: float = MARGIN  # relative change of the loss that the whole model may have; units share it
-    gate: bool = True  # without it a kernel's errors are measured whatever it computes: to see what the gate is worth
+    margin: float = MARGIN  # relative change of the loss allowed for the whole model, shared by its units
+    gate: bool = True  # False skips the conformance gate, to see what the errors alone would catch
     weights: Weights = "dynamic"
     repeats: int = 15
-    seconds: float = 60.0  # of timing, per GEMM
+    seconds: float = 60.0  # time limit for timing one GEMM
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -59,12 +59,12 @@ class Settings:
         check_sources(self.sources, self.judged_on)
 
     def limit(self, gemm: Gemm) -> float:
-        """The error allowed in one GEMM."""
+        """Return the largest error allowed in a GEMM."""
         return self.max_error if gemm == "fprop" else self.max_gradient_error
 
 
 class Survey:
-    """Looks at one site after the other."""
+    """Evaluates sites one by one."""
 
     def __init__(self, settings: Settings, *, seed: int) -> None:
         self.settings, self._seed = settings, seed
@@ -84,7 +84,7 @@ class Survey:
         )
 
     def visit(self, watch: Watch, flops_share: float, *, units: int = 1) -> Site:
-        """Everything about one site, which shares the margin with so many units."""
+        """Evaluate one site and return its record. `units` is the number of units that share the margin."""
         gemms = watch.gemms if watch.reservoir.kept else []
         alarms = find_offsets(watch.reservoir.x) if watch.is_raw and watch.reservoir.kept else []
         candidates = [c for gemm in gemms for c in self._measure(watch, gemm)]
@@ -144,12 +144,12 @@ class Survey:
         for gemm in watch.gemms:
             running = [c for c in candidates if c.gemm == gemm and c.recipe == CHAIN]
             alone = verdict(gemm, [c for c in candidates if c.recipe != CHAIN])
-            found.append(_tell_chain(watch, verdict(gemm, running), alone) if running else alone)
+            found.append(_judge_in_chain(watch, verdict(gemm, running), alone) if running else alone)
         return found
 
     @torch.no_grad()
     def _explain(self, watch: Watch, best: Candidate) -> list[Cause]:
-        # a chain has one scale for every tensor, which is the coarsest recipe's way
+        # a chain has one scale per tensor, like the tensorwise recipe
         operands = recipe_named("tensorwise" if best.recipe == CHAIN else best.recipe).operands(best.gemm)
         source = next((s for s in SOURCES if s == best.distribution), None)
         if operands is None or source is None:
@@ -159,25 +159,25 @@ class Survey:
         engine = self._engines.get(best.backend) or next(iter(self._engines.values()))
         trial = Trial(best.recipe, operands, engine)
         causes = find_causes(problem, trial, self.settings.limit(best.gemm))
-        # Nothing of the model feeds a raw input, so there is no bias to drop.
+        # No layer feeds a raw input, so there is no bias to drop.
         return [replace(c, mod=None) if watch.is_raw and c.mod == MODS["no_bias"] else c for c in causes]
 
 
 def add_harm(watch: Watch, candidate: Candidate) -> Candidate:
-    """The candidate with what the score says about it; a refused one has none."""
+    """Add the harm from the score to a candidate, unless it was refused."""
     found = None if candidate.refusal is not None else watch.tally.harm(candidate.gemm, candidate.recipe)
     return candidate if found is None else replace(candidate, harm=found[0], drift=found[1])
 
 
 def why_unscored(watch: Watch) -> str | None:
-    """Why a site that was seen has no harm."""
+    """Return why an observed site has no harm."""
     if watch.forward_only:
         return "all that was seen ran without gradients"
     return watch.unscored or (UNKNOWN_LOSS if watch.calls else None)
 
 
 def chain_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
-    """The same GEMM under scales that are given beforehand, as a chain would have it: judged by the score alone."""
+    """Return candidates with static and delayed scales, as a chain would use them. They have a score but no measured error."""
     candidates = []
     for recipe in GIVEN_SCALES:
         operands, found = operands_of(recipe, gemm), watch.tally.harm(gemm, recipe)
@@ -190,7 +190,7 @@ def chain_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
 
 
 def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
-    """The GEMM as it runs in the chain that the linear is in now: measured, not tried out."""
+    """Return the GEMM as it actually runs in the linear's current chain, as a candidate; none if it is in no chain."""
     chain = chain_of(watch.module)
     if chain is None or not watch.own.looks:
         return []
@@ -219,8 +219,8 @@ def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
     ]
 
 
-def _tell_chain(watch: Watch, running: GemmVerdict, alone: GemmVerdict) -> GemmVerdict:
-    """The verdict about how the linear runs, and beside it what it would be outside of its chain."""
+def _judge_in_chain(watch: Watch, running: GemmVerdict, alone: GemmVerdict) -> GemmVerdict:
+    """Return the verdict of the linear inside its chain; unless safe, its reason also states the verdict outside the chain."""
     chain = chain_of(watch.module)
     assert chain is not None
     beside = "" if running.safety == "safe" else f"; alone: {alone.safety}, {alone.reason}"

@@ -1,17 +1,20 @@
-"""What units really do to the metric: each swapped in alone, then all together, on the same examples, paired.
+"""Swapping: measure how low precision changes the metric, with each unit enabled alone, then all together, on the same examples.
 
     swapped = swap(model, units, batches, metric)
     swapped.alone["over.2"]          Interval of the relative change of the mean metric
-    swapped.vetoed                   units whose change may be more than they are allowed, and why
+    swapped.vetoed                   units whose change may exceed their share of the margin, and why
 
-A unit is anything that can be switched on and off: a placed module, a chain, a hook. The metric is called with the model and a batch and
-returns one number per example, log loss for a ranker. Differences are taken example by example; intervals are 95 % bootstraps over examples, over groups of
-them (users), or over batches where these differ (`loka.probe.paired`). Both directions count: a change for the better on these examples is noise that may turn around on others.
+A unit is anything that can be switched on and off: a placed module, a chain, a hook. The metric is called with the model and a
+batch and returns one number per example, for instance the log loss of a ranker. Differences are taken per example. Intervals are
+95 % bootstraps over examples, over groups of them (users), or over batches if these differ (`loka.probe.paired`). Both directions
+count: an improvement on these examples is noise that may be a regression on others.
 
-The margin is 0.02 % of the loss for all units together, and margin / sqrt(units) for one alone, since independent errors add in squares. Where the examples
-cannot resolve that (half the interval is wider), 0.1 % counts instead, and the text says so, unless the whole interval is beyond the finer one. The upper end decides: what is not shown to be within is vetoed.
+The margin is 0.02 % of the loss for all units together, and margin / sqrt(units) for one alone, because independent errors add
+in squares. If the examples cannot resolve that (half the interval is wider), 0.1 % is used for the ends of the interval and the
+text says so; the change itself is still held to 0.02 %. The upper end decides: a unit that is not shown to be within its share
+is vetoed.
 
-Nothing stays switched on: the model, its mode and the random state are as they were, whatever happens.
+Every unit is switched off again, and the training mode and random state are restored, even on errors.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +37,7 @@ class Switchable:
     """A unit that can be switched on and off.
 
     Args:
-        name: of the unit.
+        name: name of the unit.
         enable: switches it to low precision.
         disable: switches it back.
 
@@ -49,17 +52,17 @@ class Switchable:
 
 @dataclass(frozen=True)
 class Swapped:
-    """The measured change of the metric by unit, and by all of them together."""
+    """The measured change of the metric, for each unit alone and for all together."""
 
-    alone: Mapping[str, Interval]  # relative change of the mean metric, unit by unit
-    together: Interval | None  # with all of them at once; None where there was only one, or it was not asked for
-    margin: float  # relative change that the whole model may have
-    examples: int  # how many were compared
-    failed: Mapping[str, str] = field(default_factory=dict)  # units that could not run, and why
+    alone: Mapping[str, Interval]  # relative change of the mean metric, by unit
+    together: Interval | None  # with all units enabled; None if there was only one, or `together` was False
+    margin: float  # relative change allowed for the whole model
+    examples: int  # number of examples compared
+    failed: Mapping[str, str] = field(default_factory=dict)  # units that raised, and the error
 
     @property
     def vetoed(self) -> dict[str, str]:
-        """Units that may not be used, with the reason: what failed, or what may change the metric by more than its share."""
+        """Units that must not be used, with the reason: they failed, or may change the metric by more than their share."""
         found = {name: allow(change, margin=self.margin, units=len(self.alone)) for name, change in self.alone.items()}
         return {
             **{name: f"fails: {why}" for name, why in self.failed.items()},
@@ -68,7 +71,7 @@ class Swapped:
 
     @property
     def holds(self) -> bool:
-        """Whether all units together stay within the margin, as far as these examples tell."""
+        """Whether all units together stay within the margin on these examples."""
         change = self.together or next(iter(self.alone.values()), None)
         return change is not None and not self.failed and allow(change, margin=self.margin).within
 
@@ -94,27 +97,29 @@ def swap(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Swapped:
-    """Measure what units do to a metric, alone and together.
+    """Measure how units change a metric, alone and together.
 
     Args:
-        model: with every unit switched off.
-        units: what to switch on.
-        batches: held-out examples; gone through once for every unit, so they are kept.
+        model: the model, with every unit switched off.
+        units: the units to switch on.
+        batches: held-out examples; kept in memory, because each unit is measured on all of them.
         metric: (model, batch) -> one number per example, in a fixed order.
-        margin: relative change that the whole model may have.
-        together: also measure all of them at once.
-        groups: batch -> integer ids, one per example, where examples are not independent (the same user).
-        seed: of the bootstrap.
+        margin: relative change allowed for the whole model.
+        together: also measure all units at once.
+        groups: batch -> integer ids, one per example, if examples are not independent (same user).
+        seed: seed of the bootstrap.
         progress: called with (unit, done, total).
 
     Returns:
-        Intervals of relative changes, and what is vetoed.
+        Intervals of the relative changes, and the vetoed units.
 
     Raises:
-        ValueError: no units, no batches, a name twice, a metric that is not one number per example, or one that is another when every unit is off again.
+        ValueError: no units or batches, a duplicate name, a metric that does not return one number per example, or a metric
+            that changed after every unit was switched off again.
 
     Example:
-        >>> swap(model, [Switchable("over.2", lambda: layer.set_mode("fp8"), lambda: layer.set_mode("high"))], held_out, losses).vetoed
+        >>> unit = Switchable("over.2", lambda: layer.set_mode("fp8"), lambda: layer.set_mode("high"))
+        >>> swap(model, [unit], held_out, losses).vetoed
         {}
     """
     held = list(batches)
@@ -136,7 +141,7 @@ def swap(
                 alone[unit.name] = _measure(model, [unit], held, metric).change_from(
                     baseline, ids, seed=seed, method="auto"
                 )
-            except Exception as error:  # a unit that cannot run is an answer about that unit
+            except Exception as error:  # a unit that cannot run must not stop the others
                 failed[unit.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         able = [unit for unit in units if unit.name in alone]
         both = None
@@ -145,7 +150,7 @@ def swap(
             both = _measure(model, able, held, metric).change_from(baseline, ids, seed=seed, method="auto")
     if (change := has_drifted(_losses(model, held, metric), baseline, margin)) is not None:
         raise ValueError(
-            f"with every unit switched off again the metric changes {spell_change(change)}: expected what it was before; does it write to its batch, or keep a state?"
+            f"with every unit switched off again the metric changes {spell_change(change)}: expected no change; hint: does it write to its batch, or keep a state?"
         )
     return Swapped(alone, both, margin, baseline.values.numel(), failed)
 
@@ -154,7 +159,7 @@ def _measure(model: nn.Module, units: Sequence[Switchable], held: Sequence[Any],
     switched: list[Switchable] = []
     try:
         for unit in units:
-            switched.append(unit)  # before: what fails half way is switched off too
+            switched.append(unit)  # before enable(), so that a unit that fails half way is disabled too
             unit.enable()
         return _losses(model, held, metric)
     finally:

@@ -1,14 +1,15 @@
-"""Safe or not, fast or not, and why, in words.
+"""Verdicts: whether a GEMM is safe and fast in low precision, with the reason in words.
 
-A GEMM is safe when some candidate's harm (the error weighed by the gradient, `loka.probe.score`) is within its share of the margin at the upper end of the
-interval; fast when some safe candidate's speed-up exceeds the limit at the lower end. The margin is a relative change of the loss, 0.02 % by default, of the
-whole model; errors of independent units add in squares, so each of n units may cost margin / sqrt(n). "Unsafe" means: not shown to be within it.
+A GEMM is safe if the upper end of some candidate's harm (`loka.probe.score`) is within its share of the margin, and fast if the
+lower end of some safe candidate's speedup exceeds the limit. The margin is a relative change of the loss allowed for the whole
+model, 0.02 % by default. Errors of independent units add in squares, so each of n units may cost margin / sqrt(n). "Unsafe"
+means not shown to be within the margin.
 
-Without a harm (no gradient, a loss nobody knows) nothing is called safe: the error that was measured is named, and what it does to the loss is not measured. An
-error of a product above its limit is unsafe all the same.
+Without a harm (no gradient, or an unknown loss) nothing is called safe: the verdict states the measured error and is "not
+measured". A product whose error exceeds its limit is unsafe in any case.
 
-The reason says what was seen and what decided. For an unsafe GEMM it names causes that were tested (`loka.probe.cause`): which operand, what
-about it, and how far the error falls without it. For a slow one it says where the time goes (`loka.probe.speed`).
+The reason states what was measured and what decided. For an unsafe GEMM it names tested causes (`loka.probe.cause`): which
+operand, which property, and how far the error falls without it. For a slow one it says where the time goes (`loka.probe.speed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from loka.probe.score import GIVEN_SCALES
 from loka.records import Alarm, Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
 
 MUCH_UNDERFLOW, MUCH_SATURATION = 0.05, 0.001
-PREDICTIONS = 8  # a linear with so few outputs is a prediction layer: little to gain, and the loss reads it directly
+PREDICTIONS = (
+    8  # a linear with at most this many outputs is a prediction layer: little to gain, and it feeds the loss directly
+)
 ALIGNMENT_WORDS = ("multiple of", "multiples of", "aligned")
 
 Explain = Callable[[Candidate], list[Cause]]
@@ -29,7 +32,7 @@ ExplainSlow = Callable[[Candidate], str | None]
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a GEMM is allowed: a relative change of the loss for the whole model, shared by so many units; an error of the product where that is not known."""
+    """The limits of a GEMM: a margin for the whole model shared by `units`, or an error of the product if no harm is known."""
 
     margin: float
     units: int
@@ -37,11 +40,11 @@ class Allowed:
 
     @property
     def share(self) -> float:
-        """The relative change of the loss that one unit may cause."""
+        """Relative change of the loss allowed for one unit."""
         return share_of_margin(self.margin, self.units)
 
     def spell(self) -> str:
-        """One unit's share of the margin in words, with how it is computed."""
+        """Spell out one unit's share of the margin and how it is computed."""
         many = (
             f", {spell_share(self.margin)} divided by the square root of {self.units} units" if self.units > 1 else ""
         )
@@ -61,25 +64,25 @@ def judge(
     explain: Explain | None = None,
     explain_slow: ExplainSlow | None = None,
 ) -> GemmVerdict:
-    """The verdict for one GEMM of a site.
+    """Judge one GEMM of a site.
 
     Args:
-        gemm: which one.
-        candidates: of the site; those of other GEMMs and those whose scales are given beforehand (chains) do not count.
-        stats: of its operands, for what is said beside.
-        allowed: what it may cost.
-        min_speedup: least speed-up over bf16.
-        outputs: columns of the site.
-        unscored: why there is no harm, where there is none.
-        alarms: hazards at the input, which are named whatever the verdict.
-        explain: finds causes of an error; asked about the best of unsafe candidates only.
-        explain_slow: says where the time goes.
+        gemm: which GEMM.
+        candidates: candidates of the site; those of other GEMMs, and those with static or delayed scales, are ignored.
+        stats: statistics of the operands, for notes in the reason.
+        allowed: the limits.
+        min_speedup: smallest speedup over bf16 that counts as fast.
+        outputs: number of output columns of the site.
+        unscored: why there is no harm, if there is none.
+        alarms: hazards at the input, appended to the reason whatever the verdict.
+        explain: finds causes of an error; called only for the best of unsafe candidates.
+        explain_slow: explains where the time goes.
 
     Returns:
         Safety, speed and the reason.
 
     Example:
-        >>> judge("fprop", site.candidates, site.tensors, allowed, min_speedup=1.05, outputs=site.n).safety
+        >>> judge("fprop", site.candidates, site.stats, allowed=allowed, min_speedup=1.05, outputs=site.n).safety
         'safe'
     """
     measured = [
@@ -89,16 +92,16 @@ def judge(
     ]
     named = "".join(f"; {alarm.text}; what helps: {alarm.help}" for alarm in alarms)
     if not measured:
-        return _judge_nothing(gemm, candidates, named)
+        return _judge_unmeasured(gemm, candidates, named)
     scored = [(c, c.harm) for c, _ in measured if c.harm is not None]
-    # a small error says nothing about the loss
+    # harm decides if it is known: a small error of the product says nothing about the loss
     tried, limit = (scored, allowed.share) if scored else (measured, allowed.error)
     passing = [(c, size) for c, size in tried if size.high <= limit]
     best, size = min(passing or tried, key=lambda pair: pair[1].high)
     speed, speed_reason, mod = _judge_speed([c for c, _ in passing or tried], min_speedup, explain_slow)
     safety: Safety = "unsafe"
     causes: list[Cause] = []
-    found = f"{_spell(gemm, best.error)}{_spell_origin(best)}"
+    found = f"{_spell_error(gemm, best.error)}{_spell_origin(best)}"
     if scored:
         held, beside = f"{spell_harm(size)}; {allowed.spell()}", f"; {found}"
     elif passing:
@@ -107,33 +110,33 @@ def judge(
     else:
         held, beside = f"{found}, exceeds {limit:g}", ""
     if passing:
-        others = list(dict.fromkeys(_name(c) for c, _ in passing if c is not best))
+        others = list(dict.fromkeys(_spell_candidate(c) for c, _ in passing if c is not best))
         also = f"; also {'within' if scored else 'under'} it: {', '.join(others)}" if others else ""
-        reason = f"{_name(best)}: {held}{also}{beside}"
+        reason = f"{_spell_candidate(best)}: {held}{also}{beside}"
         safety = "safe" if scored else "not measured"
     else:
         causes = explain(best) if explain is not None else []
-        words = [*(_spell_cause(c) for c in causes), *_side_notes(gemm, best, stats)]
+        words = [*(_spell_cause(c) for c in causes), *_describe_observations(gemm, best, stats)]
         if not scored and explain is not None and not causes:
             words.insert(0, "none of the tested causes explains it alone")
         because = f": {'; '.join(words)}" if words else ""
-        reason = f"the best, {_name(best)}: {held}{beside}{because}"
+        reason = f"the best, {_spell_candidate(best)}: {held}{beside}{because}"
         mod = _suggest_mod(causes, outputs)
     reason = f"{reason}{speed_reason}{named}"
     return GemmVerdict(gemm=gemm, safety=safety, speed=speed, reason=reason, suggested_mod=mod, causes=causes)
 
 
 def spell_share(value: float) -> str:
-    """A share of the loss in percent, with two digits that say something."""
+    """Format a relative change as a percentage with two significant digits."""
     return f"{100 * value:.2g} %"
 
 
 def spell_harm(harm: Interval) -> str:
-    """A predicted change of the loss in words: the usual one, and the largest."""
+    """Spell out a predicted change of the loss: the typical and the largest."""
     return f"may change the loss by {spell_share(harm.value)}, at most {spell_share(harm.high)}"
 
 
-def _judge_nothing(gemm: Gemm, candidates: Sequence[Candidate], named: str) -> GemmVerdict:
+def _judge_unmeasured(gemm: Gemm, candidates: Sequence[Candidate], named: str) -> GemmVerdict:
     refusals = sorted({c.refusal for c in candidates if c.gemm == gemm and c.refusal})
     reason = "; ".join(refusals) if refusals else "no candidate was evaluated"
     misaligned = any(word in reason for word in ALIGNMENT_WORDS)
@@ -143,11 +146,11 @@ def _judge_nothing(gemm: Gemm, candidates: Sequence[Candidate], named: str) -> G
     )
 
 
-def _name(candidate: Candidate) -> str:
+def _spell_candidate(candidate: Candidate) -> str:
     return candidate.recipe if candidate.backend == "reference" else f"{candidate.recipe} on {candidate.backend}"
 
 
-def _spell(gemm: Gemm, error: Interval | None) -> str:
+def _spell_error(gemm: Gemm, error: Interval | None) -> str:
     assert error is not None  # it was measured
     metric = "MERE" if gemm == "fprop" else "relative L2"
     return f"{metric} {error:.3g}"
@@ -164,8 +167,8 @@ def _spell_cause(cause: Cause) -> str:
     )
 
 
-def _side_notes(gemm: Gemm, candidate: Candidate, stats: Sequence[TensorStats]) -> list[str]:
-    """What was seen and is no tested cause."""
+def _describe_observations(gemm: Gemm, candidate: Candidate, stats: Sequence[TensorStats]) -> list[str]:
+    """Describe observations that are not tested causes."""
     notes = [
         f"{t.non_finite} non-finite values in {NAMES[t.role]}"
         for t in stats
@@ -187,12 +190,12 @@ def _suggest_mod(causes: Sequence[Cause], outputs: int) -> str | None:
 def _judge_speed(
     candidates: Sequence[Candidate], min_speedup: float, explain_slow: ExplainSlow | None
 ) -> tuple[Speed, str, str | None]:
-    """(verdict, what to add to the reason, the mod that would help)."""
+    """Return (verdict, text to append to the reason, the mod that would help)."""
     timed = [(c, c.speedup) for c in candidates if c.speedup is not None]
     if not timed:
         return "not measured", "", None
     fastest, speedup = max(timed, key=lambda pair: pair[1].low)
-    seen = f"{_name(fastest)} {speedup:.2fx}"
+    seen = f"{_spell_candidate(fastest)} {speedup:.2fx}"
     if speedup.low > min_speedup:
         return "fast", f"; {seen}", None
     why = explain_slow(fastest) if explain_slow is not None else None
