@@ -116,7 +116,7 @@ def test_a_gradient_that_16_bits_do_not_determine_is_not_asked_for() -> None:
     """Where moving weights by a thousandth turns a gradient of 16 bits by sixty degrees, FP8 may turn it too; never around, and nowhere else."""
     exact = torch.tensor([[1.0, 0.0]])
     turned, little = torch.tensor([[0.45, 0.9]]), torch.tensor([[1.0, 0.01]])
-    beside = partial(gradients._beside_high, "it")
+    beside = partial(gradients._compare_with_exact, "it")
     assert "a cosine of 0.45" in beside([turned], [exact])[0]
     assert "a cosine of 0.45" in beside([turned], [exact], [little])[0]
     assert beside([turned], [exact], [torch.tensor([[0.5, 0.87]])]) is None
@@ -134,7 +134,7 @@ def test_a_reason_says_whether_a_kernel_is_to_blame(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patched:
             plant_weight_gradient(patched, defect)
             if everywhere:
-                patched.setattr(gradients, "LAW", frozenset({"planted", "reference"}))
+                patched.setattr(gradients, "REFERENCE", frozenset({"planted", "reference"}))
             reasons = [unit.reason for unit in tune(make_trained()[0]).record.units if "its gradients" in unit.reason]  # fmt: skip
         assert reasons
         assert all(("no kernel is wrong" in reason) == everywhere for reason in reasons)
@@ -196,7 +196,7 @@ def test_what_a_unit_hands_back_is_compared(defect: Callable[[Tensor], Tensor], 
 def test_of_an_input_whole_examples_are_compared() -> None:
     """32 vectors of 1,024 examples: every 32nd row would be the first vector of each."""
     module, kept = nn.Linear(4, 4), dict[int, Tensor]()
-    handle = module.register_forward_pre_hook(partial(gradients._watch, kept, []), with_kwargs=True)
+    handle = module.register_forward_pre_hook(partial(gradients._watch_input, kept, []), with_kwargs=True)
     x = torch.zeros(1024, 32, 4, requires_grad=True) + 0.0
     module(x)
     x.backward(torch.arange(32.0)[:, None].expand(1024, 32, 4))
@@ -271,7 +271,7 @@ def test_a_model_whose_backward_fails_in_eval_mode_says_so(monkeypatch: pytest.M
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
 
     tuned = tune(Strict())
-    assert any(note.startswith("gradients were not compared with 16 bits") for note in tuned.record.notes)
+    assert any(note.startswith("gradients were not compared with 16-bit") for note in tuned.record.notes)
     assert tuned.record.gradients == "by the score"
 
 
@@ -312,8 +312,8 @@ def test_what_fp8_is_too_coarse_for_leaves_its_chain_and_the_rest_stays(monkeypa
         return -product if sorted(product.shape) == [96, 128] else product
 
     plant_weight_gradient(monkeypatch, spoil)
-    for law, left in ((frozenset({"planted", "reference"}), {"0", "4"}), (gradients.LAW, set())):
-        monkeypatch.setattr(gradients, "LAW", law)
+    for law, left in ((frozenset({"planted", "reference"}), {"0", "4"}), (gradients.REFERENCE, set())):
+        monkeypatch.setattr(gradients, "REFERENCE", law)
         tuned = tune(copy.deepcopy(tower))
         ways = {name: unit for unit in tuned.record.units for name in unit.linears}
         assert ways["2"].way == "high"

@@ -299,7 +299,7 @@ def test_a_step_that_waits_for_the_host_is_told() -> None:
     said = say_host(step, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
     assert said is not None
     assert (
-        "3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x" in said
+        "3.00 ms on the host alone (16-bit: 1.00 ms), about 0.40x" in said
     )  # bf16 is not launched faster than it runs
 
 

@@ -95,7 +95,7 @@ def test_without_time_to_try_again_nothing_is_taken_that_was_not_timed(monkeypat
     step, timed = settle(call, selection, {"c"}, monkeypatch)
     assert (names(selection), timed) == ("", ["ab", ""])
     assert step.note is not None
-    assert step.note.startswith("the budget of 60 s was over")
+    assert step.note.startswith("the budget of 60 s ran out")
     assert selection.change is None
     assert "budget" in selection.chosen.kept["a"]
 

@@ -275,4 +275,4 @@ def test_a_step_that_is_in_no_graph_takes_as_long_as_its_launch(monkeypatch: pyt
     assert launched.speedup is not None
     assert launched.speedup.value == pytest.approx(100 / 80)
     assert any("since cuda_graph=False" in note for note in launched.record.notes)
-    assert not any("this speed-up is of steps in CUDA graphs" in note for note in launched.record.notes)
+    assert not any("this speed-up is for steps in CUDA graphs" in note for note in launched.record.notes)

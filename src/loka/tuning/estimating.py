@@ -1,18 +1,23 @@
-"""How fast a unit would be on a GPU that is not here, with an error bar. An estimate is never a measurement: it is labelled, and kept apart.
+"""Estimate how fast a unit would be on a GPU that is not present, with an error bar.
 
-From units that were timed on the device by `loka.tune` (they ship with the package): rows M, layers K -> N, forward or forward and backward, the speed-up over compiled bf16. Both sides of
-that ratio are a roofline, summed over layers and GEMMs (g = 1, in training 3):
+An estimate is never mixed with measurements: it is labelled, and kept in separate fields.
 
-    t16 = g (F / P16 + c16) + g 2 (MK + NK + MN) / B + w g 4 MN / B                             F = 2 M K N; the last term: bias and activation in a kernel of their own
-    t8  = g (F / P8  + c8 ) + g   (MK + NK + MN) / B + weights and transposes in training + w (input, output of the chain in 16 bits) / B
+Chains are estimated from units that `loka.tune` timed on the device (shipped with the package): rows M, layers K -> N,
+forward or forward and backward, and the speed-up over compiled bf16. Both times of that ratio are modelled as a
+roofline, summed over layers and GEMMs (g = 1, in training 3), with F = 2 M K N:
 
-with the seven numbers P16, P8, B, c16, c8 (in training and in serving), w fitted to the logarithms of the measured ratios, held near what the hardware does (ratios alone do not
-fix a scale). The error is leave-one-out: every measured unit predicted from all the others. An interval holds nine of ten of those; it is twice as wide (in logarithms) for a unit
-smaller or larger than any measured one.
+    t16 = g (F / P16 + c16) + g 2 (MK + NK + MN) / B + w g 4 MN / B
+    t8  = g (F / P8  + c8 ) + g   (MK + NK + MN) / B + weights and transposes in training
+                                                     + w (input and output of the chain in 16-bit) / B
 
-K and N count as the next multiple of 16, for both sides: an expert would pad bf16 too.
+The last term of t16 is the kernel for bias and activation. The seven parameters P16, P8, B, c16, c8 (one for training,
+one for serving) and w are fitted to the logarithms of the measured ratios, with a prior near what the hardware does,
+since ratios alone do not fix a scale. The error is leave-one-out: every measured unit is predicted from all the others.
+An interval covers nine of ten of these errors, and is twice as wide (in logarithms) for a unit that is smaller or
+larger than any measured one. K and N are rounded up to a multiple of 16 on both sides: an expert would pad bf16 too.
 
-A linear that runs alone under a recipe is estimated from the performance database instead, GEMM by GEMM: quantisation included, in no company, so rather too slow.
+A linear that runs alone under a recipe is estimated from the performance database instead, GEMM by GEMM. Quantization
+is included and nothing is fused with it, so the estimate is rather too slow.
 """
 
 import json
@@ -40,19 +45,19 @@ from loka.units.undisturbed import undisturbed
 
 Array = NDArray[np.float64]
 PRIOR = np.log([650.0, 1100.0, 3.8, 2.5, 6.0, 2.5, 1.0])  # TFLOP/s, TFLOP/s, TB/s, us, us, us, 1
-HELD = np.array([0.5, 0.2, 0.5, 0.1, 0.1, 0.1, 0.1])  # how firmly each is held there
-LEAST_ROWS = 8  # of a variant before a linear alone is estimated
-BACKENDS = ("torch", "triton")  # what every installation on a GPU has
+HELD = np.array([0.5, 0.2, 0.5, 0.1, 0.1, 0.1, 0.1])  # weight of the prior for each parameter
+LEAST_ROWS = 8  # measurements needed for a fit
+BACKENDS = ("torch", "triton")  # available in every installation on a GPU
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A chain, by its sizes.
+    """The sizes of a chain.
 
     Args:
-        rows: of a call.
+        rows: rows per call.
         links: (K, N) of every linear.
-        training: forward and backward.
+        training: forward and backward; otherwise forward only.
     """
 
     rows: int
@@ -61,21 +66,21 @@ class Unit:
 
     @property
     def flops(self) -> float:
-        """Of the forward GEMMs."""
+        """FLOPs of the forward GEMMs."""
         return sum(2.0 * self.rows * k * n for k, n in self.links)
 
 
-def _up(width: int) -> int:
+def _pad(width: int) -> int:
     return -(-width // 16) * 16
 
 
 def _times(unit: Unit, parameters: Array) -> tuple[float, float]:
-    """Microseconds in bf16 and in FP8."""
+    """Return the modelled microseconds in bf16 and in FP8."""
     p16, p8, bandwidth, c16, c8_train, c8_serve, pointwise = map(math.exp, parameters.tolist())
     gemms, c8 = (3, c8_train) if unit.training else (1, c8_serve)
     t16 = t8 = 0.0
     m, last = unit.rows, len(unit.links) - 1
-    for index, (k, n) in enumerate((_up(k), _up(n)) for k, n in unit.links):
+    for index, (k, n) in enumerate((_pad(k), _pad(n)) for k, n in unit.links):
         work, per_byte = 2e-6 * m * k * n, 1e-6 / bandwidth
         moved = m * k + n * k + m * n
         t16 += gemms * (work / p16 + c16 + 2 * moved * per_byte) + pointwise * gemms * 4 * m * n * per_byte
@@ -90,19 +95,19 @@ def _times(unit: Unit, parameters: Array) -> tuple[float, float]:
 
 
 def _fit(units: Sequence[Unit], speedups: Array) -> Array:
-    """Levenberg-Marquardt on the logarithms of the ratios."""
+    """Fit the parameters by Levenberg-Marquardt on the logarithms of the ratios."""
     wanted = np.log(speedups)
 
-    def miss(p: Array) -> Array:
+    def residuals(p: Array) -> Array:
         ratios = np.array([math.log(a / b) for a, b in (_times(unit, p) for unit in units)])
         return np.concatenate([ratios - wanted, (p - PRIOR) * HELD])
 
     found, damping = PRIOR.copy(), 1e-2
-    now = miss(found)
+    now = residuals(found)
     for _ in range(40):
-        slopes = np.stack([(miss(found + 1e-4 * e) - now) / 1e-4 for e in np.eye(len(found))], 1)
+        slopes = np.stack([(residuals(found + 1e-4 * e) - now) / 1e-4 for e in np.eye(len(found))], 1)
         step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(found)), -slopes.T @ now)
-        then = miss(found + step)
+        then = residuals(found + step)
         if then @ then < now @ now:
             found, damping = found + step, damping / 3
             if now @ now - then @ then < 1e-10:
@@ -114,14 +119,14 @@ def _fit(units: Sequence[Unit], speedups: Array) -> Array:
 
 
 class Estimator:
-    """Speeds on one device, from what was measured there.
+    """Estimates speed-ups on one device from measurements made there.
 
     Args:
-        target: the device's name, as torch has it.
-        measured: units and their speed-ups; None: those that ship with the package.
+        target: device name as torch reports it.
+        measured: units and their speed-ups; None uses those that ship with the package.
 
     Raises:
-        ValueError: nothing was measured on that device; the message has the devices that were.
+        ValueError: nothing was measured on that device; the message lists the devices that have measurements.
 
     Example:
         >>> Estimator("NVIDIA H200").speedup(Unit(16384, ((512, 1024), (1024, 1024)), training=True))
@@ -140,7 +145,7 @@ class Estimator:
         self.left_out = self._leave_one_out()
 
     def _leave_one_out(self) -> Array:
-        """Every unit's log ratio of predicted to measured, predicted from the others."""
+        """Return log(predicted / measured) of every unit, predicted from the others."""
         errors = []
         for index, unit in enumerate(self.units):
             others = [u for i, u in enumerate(self.units) if i != index]
@@ -150,17 +155,17 @@ class Estimator:
 
     @property
     def spread(self) -> float:
-        """Log error that nine of ten left-out units stay within."""
+        """Log error that nine of ten left-out units stay within (the 0.9 quantile)."""
         return float(np.quantile(np.abs(self.left_out), 0.9))
 
     @property
     def same_side(self) -> int:
-        """Left-out units that were predicted faster or slower than bf16 as they were measured."""
+        """Number of left-out units that were correctly predicted to be faster or slower than bf16."""
         predicted = self.left_out + np.log(self.measured)
         return int(((predicted > 0) == (self.measured > 1)).sum())
 
     def speedup(self, unit: Unit) -> Interval:
-        """The estimated speed-up of a chain over compiled bf16.
+        """Estimate the speed-up of a chain over compiled bf16.
 
         Args:
             unit: its sizes.
@@ -169,65 +174,65 @@ class Estimator:
             The estimate and its interval.
         """
         t16, t8 = _times(unit, self.parameters)
-        return _around(t16 / t8, self.spread * (1 if self.covers(unit) else 2))
+        return _make_interval(t16 / t8, self.spread * (1 if self.covers(unit) else 2))
 
     def covers(self, unit: Unit) -> bool:
-        """Whether units both smaller and larger than this one were measured."""
+        """Check whether units both smaller and larger than this one were measured."""
         sizes = [known.flops for known in self.units]
         return min(sizes) <= unit.flops <= max(sizes)
 
     def microseconds(self, unit: Unit) -> tuple[float, float]:
-        """In bf16 and in FP8; only their ratio is fitted."""
+        """Return the modelled microseconds in bf16 and in FP8. Only their ratio was fitted."""
         return _times(unit, self.parameters)
 
     def linear_speedup(self, rows: int, k: int, n: int, recipe: str, *, training: bool) -> Interval | None:
-        """The estimated speed-up of a linear that runs alone under a recipe.
+        """Estimate the speed-up of a linear that runs alone under a recipe.
 
         Args:
             rows, k, n: its sizes.
             recipe: a name of `loka.dispatch.RECIPES`.
-            training: all three GEMMs with weights quantised once a step; otherwise forward with cached weights.
+            training: all three GEMMs, with weights quantized once a step; otherwise forward with cached weights.
 
         Returns:
-            The estimate, None where too few rows of the recipe were measured.
+            The estimate; None if too few rows of the recipe were measured.
         """
         low = high = 0.0
         spread = 0.0
         for gemm in GEMMS if training else GEMMS[:1]:
             own = RECIPES[recipe].operands(gemm)
-            # what stays in 16 bits takes what it took beside rowwise
+            # a GEMM that stays in 16-bit counts with its bf16 time from the rowwise measurements
             operands = own or RECIPES["rowwise"].operands(gemm)
             assert operands is not None
             variant = linear_variant(gemm, str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights="dynamic" if training else "cached")  # fmt: skip
             fits = [fit for name in BACKENDS if (fit := _fit_rows(self.target, variant, name)) is not None]
             if not fits:
                 return None
-            best = min(fits, key=lambda fit: fit.microseconds(rows, _up(k), _up(n))[1])
-            t16, t8 = best.microseconds(rows, _up(k), _up(n))
+            best = min(fits, key=lambda fit: fit.microseconds(rows, _pad(k), _pad(n))[1])
+            t16, t8 = best.microseconds(rows, _pad(k), _pad(n))
             high, low, spread = high + t16, low + (t16 if own is None else t8), max(spread, best.spread)
-        return _around(high / low, spread) if low else None
+        return _make_interval(high / low, spread) if low else None
 
     def __str__(self) -> str:
         errors = np.abs(self.left_out)
         return (
             f"estimated for {self.target} from {len(self.units)} units measured there; each predicted from the others: half are within {np.expm1(np.median(errors)):.0%}, "
-            f"nine of ten within {np.expm1(self.spread):.0%}, {self.same_side} of {len(self.units)} on the right side of bf16"
+            f"nine of ten within {np.expm1(self.spread):.0%}; {self.same_side} of {len(self.units)} are correctly predicted to be faster or slower than bf16"
         )
 
 
-def _around(value: float, spread: float) -> Interval:
+def _make_interval(value: float, spread: float) -> Interval:
     value = float(value)
     return Interval(value=value, low=value * math.exp(-spread), high=value * math.exp(spread))
 
 
 @dataclass(frozen=True)
 class ModelEstimate:
-    """A model's linears on a device that is not here.
+    """Estimated speed-up of a model's linears on a device that is not present.
 
     Args:
-        linears: estimated speed-up of all of them together, forward and backward; units that would be slower stay in 16 bits.
-        share: of their GEMM FLOPs in units that are estimated to be faster.
-        units: by name, the estimate of each.
+        linears: speed-up of all linears together, forward and backward; units that would be slower stay in 16-bit.
+        share: share of their GEMM FLOPs in units that are estimated to be faster.
+        units: the estimate of each unit, by name.
     """
 
     linears: Interval
@@ -236,14 +241,14 @@ class ModelEstimate:
 
 
 def estimate_model(model: nn.Module, example: Any, target: str, *, row_factor: float = 1.0, training: bool = True) -> ModelEstimate:  # fmt: skip
-    """Whether FP8 would pay for a model of this size, before anything is trained or converted: sizes alone are looked at.
+    """Estimate whether FP8 would pay off for a model, from its sizes alone, before training or converting anything.
 
     Args:
-        model: on any device; not changed.
-        example: an input of it.
-        target: the device's name, as torch has it.
-        row_factor: rows of a call there over those of the example.
-        training: forward and backward.
+        model: a model on any device; it is not changed.
+        example: an input of the model.
+        target: device name as torch reports it.
+        row_factor: rows per call on that device, relative to the example.
+        training: forward and backward; otherwise forward only.
 
     Returns:
         The estimate.
@@ -253,14 +258,16 @@ def estimate_model(model: nn.Module, example: Any, target: str, *, row_factor: f
     """
     found, estimator = discover(model, example, serving=not training, linears=1), Estimator(target)
     rows = _count_rows(model, example)
-    units = {u.name: Unit(_scaled(rows[u.name], row_factor), tuple((l.k, l.n) for l in u.links), training) for u in found.units}  # noqa: E741  # fmt: skip
+    units = {u.name: Unit(_scale_rows(rows[u.name], row_factor), tuple((l.k, l.n) for l in u.links), training) for u in found.units}  # noqa: E741  # fmt: skip
     speeds = {name: estimator.speedup(unit) for name, unit in units.items()}
     faster = {name for name, speed in speeds.items() if speed.value > 1}
     ends = dict.fromkeys(("bf16", "value", "low", "high"), 0.0)
     chained = {link.linear for unit in found.units for link in unit.links}
     for name, module in named_sites(model):
         if isinstance(module, nn.Linear) and name not in chained and name in rows:
-            units[name] = Unit(_scaled(rows[name], row_factor), ((module.in_features, module.out_features),), training)
+            units[name] = Unit(
+                _scale_rows(rows[name], row_factor), ((module.in_features, module.out_features),), training
+            )
     for name, unit in units.items():
         t16 = estimator.microseconds(unit)[0]
         ends["bf16"] += t16
@@ -271,12 +278,12 @@ def estimate_model(model: nn.Module, example: Any, target: str, *, row_factor: f
     return ModelEstimate(total, sum(units[name].flops for name in faster) / flops, speeds)
 
 
-def _scaled(rows: int, factor: float) -> int:
+def _scale_rows(rows: int, factor: float) -> int:
     return max(1, round(rows * factor))
 
 
 def _count_rows(model: nn.Module, example: Any) -> dict[str, int]:
-    """Rows of one call of every linear."""
+    """Return the rows per call of every linear."""
     rows: dict[str, int] = {}
     with ExitStack() as stack:
         for name, module in named_sites(model):
@@ -289,7 +296,7 @@ def _count_rows(model: nn.Module, example: Any) -> dict[str, int]:
 
 
 def known_targets() -> list[str]:
-    """Devices that units were measured on."""
+    """Return the names of the devices that units were measured on."""
     return list(_shipped_units())
 
 
@@ -306,12 +313,16 @@ def _shipped_units() -> dict[str, list[tuple[Unit, float]]]:
     return found
 
 
-# Linears alone, from rows of the database
+# Linears that run alone, estimated from rows of the performance database
 
 
 @dataclass(frozen=True)
 class _RowFit:
-    """Times of one variant on one backend: non-negative least squares of the relative error over a constant, work, waves of tiles and bytes."""
+    """A model of the times of one variant on one backend.
+
+    Coefficients of a constant, work, waves of tiles and bytes (`_features`), by non-negative least squares of the
+    relative error.
+    """
 
     gemm: str
     high: Array
@@ -319,7 +330,7 @@ class _RowFit:
     spread: float
 
     def microseconds(self, m: int, k: int, n: int) -> tuple[float, float]:
-        """In bf16 and in FP8."""
+        """Return the modelled microseconds in bf16 and in FP8."""
         x = _features(self.gemm, m, k, n)
         return float(x @ self.high), float(x @ self.low)
 
@@ -330,8 +341,8 @@ def _features(gemm: str, m: int, k: int, n: int) -> Array:
     return np.array([1.0, 2e-12 * rows * inner * columns, 2e-12 * waves * inner * 128 * 128 * 132, 1e-6 * (rows + columns) * inner, 1e-6 * rows * inner, 1e-6 * rows * columns])  # fmt: skip
 
 
-def _solve(x: Array, t: Array) -> Array:
-    """Least squares of the relative error without negative terms: the most negative one leaves until none is."""
+def _solve_nonnegative(x: Array, t: Array) -> Array:
+    """Fit by least squares of the relative error, removing the most negative term until none is negative."""
     scaled, active = x / t[:, None], list(range(x.shape[1]))
     while True:
         found = np.linalg.lstsq(scaled[:, active], np.ones(len(t)), rcond=None)[0]
@@ -355,15 +366,15 @@ def _fit_rows(target: str, variant: str, backend: str) -> _RowFit | None:
     errors = []
     for shape in np.unique(shapes):
         out = shapes == shape
-        high, low = (x[out] @ _solve(x[~out], t[~out]) for t in times)
+        high, low = (x[out] @ _solve_nonnegative(x[~out], t[~out]) for t in times)
         errors.append(np.log(high / low) - np.log(times[0][out] / times[1][out]))
     spread = float(np.quantile(np.abs(np.concatenate(errors)), 0.9))
-    return _RowFit(gemm, _solve(x, times[0]), _solve(x, times[1]), spread)
+    return _RowFit(gemm, _solve_nonnegative(x, times[0]), _solve_nonnegative(x, times[1]), spread)
 
 
 @cache
 def _rows_of(target: str) -> list[PerformanceRow]:
-    """Rows of linears with a bf16 time beside them, aligned: a misaligned bf16 GEMM is no baseline."""
+    """Return the rows of aligned linears that have a bf16 time. A misaligned bf16 GEMM would be an unfair baseline."""
     return [
         row
         for _, record in shipped()

@@ -1,16 +1,24 @@
-"""Whether the gradients that come out of the kernels are gradients: one backward pass as it will run, beside 16 bits and beside the reference.
+"""Check the gradients that the kernels compute, in one backward pass, against 16-bit and against the reference kernels.
 
-The score predicts what rounding does to a gradient, and swapping measures the forward pass. Neither runs a backward kernel: one that is wrong at this shape, on this GPU, would train a model into the ground with every verdict
-"within". So what is chosen runs forward and backward on batches that choose, and the gradients of every weight in it, and of what goes into it, which all that stands before it learns from, are held against
+The score predicts how rounding changes a gradient, and swapping measures the forward pass. Neither runs a backward
+kernel: one that is wrong at this shape, on this GPU, would ruin training while every verdict says "within". So the
+selection runs forward and backward on some batches. The gradients of its weights and of its inputs (which everything
+before it learns from) are compared with
 
-    16 bits          it must point the same way and have the same size, as far as FP8 can: a sign, a factor, a transpose, a scale that saturates
-    the reference    the same plan with every kernel replaced by the law (`kernels/*/reference.py`): what a kernel gets wrong beyond the order in which it adds
+    16-bit           Direction and size must agree as far as FP8 allows. Finds a wrong sign, factor or transpose, and a
+                     scale that saturates.
+    the reference    The same plan with every kernel replaced by its reference (`kernels/*/reference.py`). Finds errors
+                     of a kernel that are larger than those of another order of summation.
 
-A gradient that 16 bits do not determine cannot be asked for in FP8: where the first comparison fails, 16 bits run once more with the weights of linears moved by 2^-10 of their size, and what that turns or shrinks a gradient by is allowed for.
-How far two runs of the law are apart when weights move so, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers. Gradients are
-compared as a whole and line by line: a kernel that is wrong in a few rows or columns changes little of the whole.
+Both comparisons allow for gradients that are ill-conditioned. If the first fails, 16-bit runs once more with the
+weights of linears moved by 2^-10 of their size, and a change of direction or size of that order is accepted. The
+reference too runs with moved weights, which is about the effect of another order of summation: FP8 turns a tiny
+difference into a whole rounding step. Gradients are compared as a whole and by row and column, since a kernel that is
+wrong in a few rows changes little of the whole.
 
-A unit whose gradients fail alone is left out, and says what was seen. Where the reference shows the same, FP8 is too coarse for them there and no kernel is wrong: then the linear with the worst gradient leaves, and what is left of its chain is compared anew. The model runs in eval mode: dropout inside a chain draws other numbers than torch's, so that two runs would differ by what they drop.
+A unit whose gradients fail alone is dropped, with what was seen as the reason. If the reference shows the same, FP8 is
+too coarse and no kernel is wrong: then only the linear with the worst gradient is dropped, and the rest of its chain is
+compared again. The model runs in eval mode, since dropout inside a chain draws other random numbers than torch's.
 """
 
 import traceback
@@ -34,28 +42,29 @@ from loka.tuning.looking import ROWS
 from loka.units.example import tensors_in
 from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
 
-BATCHES = 2  # that are run
-SAME_WAY = 0.6  # cos^2 of a gradient and that of 16 bits, at least: FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more
-SAME_SIZE = 1.4  # and how many times as long it may be along it, or as short; 0.95 to 1.03 were seen
-LEAST_SIZE = 0.25  # of a gradient of 16 bits when weights are moved: what shrinks it further excuses no more
-BESIDE_LAW = 0.15  # relative difference from the reference, at most ...
-LINE_BESIDE_LAW = 0.5  # ... of a row or a column, beside its own size or that of most, whichever is larger ...
-CHAOS = 3.0  # ... or so many times as much as two runs of the reference differ by
-NUDGE = 2.0**-10  # of a weight
-LAW = frozenset({"reference"})
+BATCHES = 2  # batches to run
+# Least cos^2 of a gradient and the 16-bit one. FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more.
+SAME_WAY = 0.6
+SAME_SIZE = 1.4  # largest ratio of their sizes, along the 16-bit one, in either direction; 0.95 to 1.03 were seen
+LEAST_SIZE = 0.25  # a 16-bit gradient that shrinks further than this with moved weights excuses no more
+BESIDE_REFERENCE = 0.15  # largest relative difference from the reference as a whole,
+LINE_BESIDE_REFERENCE = 0.5  # and of a row or column, relative to its own norm or the rms norm, whichever is larger;
+CHAOS = 3.0  # or this many times the difference between two runs of the reference, if that is more
+NUDGE = 2.0**-10  # relative size of the change of moved weights
+REFERENCE = frozenset({"reference"})
 
-Gradients = dict[str, list[Tensor]]  # matrices, by what they are of
+Gradients = dict[str, list[Tensor]]  # matrices, by a description of what they are the gradient of
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A gradient that is wrong.
+    """A wrong gradient.
 
     Args:
-        linear: whose weight or input it belongs to.
-        text: what was seen, and what was expected.
-        size: how wrong, to say which is worst.
-        coarse: the reference shows the same: no kernel is wrong, and what is left of the chain may stay without this linear.
+        linear: the linear whose weight or input it belongs to.
+        text: what was seen and what was expected.
+        size: how wrong it is, for sorting.
+        coarse: the reference shows the same, so no kernel is wrong, and the rest of the chain may stay.
     """
 
     linear: str
@@ -65,19 +74,17 @@ class Fault:
 
 
 def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> None:
-    """Drop units, or linears of chains, whose gradients, as their kernels make them here, are not those of the model.
+    """Drop units, or linears of chains, whose kernels compute wrong gradients here.
 
     Args:
-        call: whose batches run.
-        selection: what is in; what fails is dropped with the reason.
-        verified: units that passed before, by `describe`; those that pass are added.
+        call: provides the batches.
+        selection: what fails is dropped from it, with the reason.
+        verified: units that have passed before, by `describe`; those that pass are added.
     """
     while selection.offers and not all(describe(offer) in verified for offer in selection.offers):
         exact = _run(call, selection, None)
-        if isinstance(
-            exact, Exception
-        ):  # the model's own backward fails in eval mode, as that of what calls cuDNN directly does
-            call.notes.append(f"gradients were not compared with 16 bits, which fail in eval mode: {type(exact).__name__}: {exact}")  # fmt: skip
+        if isinstance(exact, Exception):  # the 16-bit backward fails in eval mode, as that of a direct cuDNN call does
+            call.notes.append(f"gradients were not compared with 16-bit, where backward fails in eval mode: {type(exact).__name__}: {exact}")  # fmt: skip
             verified.update(describe(offer) for offer in selection.offers)
             return
         moved = cache(partial(_run, call, selection, None, nudged=True))
@@ -86,7 +93,7 @@ def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> No
             return
         alone = {o.name: _find_faults(call, selection, [o], exact, moved) for o in selection.offers}
         failing = [(offer, alone[offer.name][0]) for offer in selection.offers if alone[offer.name]]
-        if not failing:  # together they are too far off, and none of them alone: the one that is worst among them
+        if not failing:  # wrong together, but none alone: drop the worst
             worst = next(f for f in faults if any(f.linear in o.unit.linears for o in selection.offers))
             failing = [(next(o for o in selection.offers if worst.linear in o.unit.linears), worst)]
         for offer, fault in failing:
@@ -97,12 +104,12 @@ def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> No
 
 
 def describe(offer: Offer) -> str:
-    """What decides which kernels an offer runs."""
+    """Return a key of the kernels that an offer runs."""
     return f"{offer.way} {' '.join(offer.unit.linears)}"
 
 
 def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: Gradients, moved: Callable[[], Gradients | Exception]) -> list[Fault]:  # fmt: skip
-    """What is wrong with the gradients of some offers, the worst first."""
+    """Return the faults of the gradients of some offers, the worst first."""
     plan = selection.to_plan(call, offers)
     parts = {_weight_of(name): name for offer in offers for name in offer.unit.linears}
     parts |= {_input_of(offer): offer.name for offer in offers}
@@ -110,25 +117,26 @@ def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: G
     if isinstance(here, Exception):
         return [Fault(offers[0].name, f"its backward fails here: {type(here).__name__}: {here}", float("inf"))]
     far = {
-        what: fault for what in parts if what in exact and (fault := _beside_high(what, here.get(what), exact[what]))
+        what: fault
+        for what in parts
+        if what in exact and (fault := _compare_with_exact(what, here.get(what), exact[what]))
     }
     if far and not isinstance(allowed := moved(), Exception):
-        far = {what: fault for what in far if (fault := _beside_high(what, here.get(what), exact[what], allowed.get(what)))}  # fmt: skip
-    law = _run(call, selection, plan, law=True)
-    nudged = law if isinstance(law, Exception) else _run(call, selection, plan, law=True, nudged=True)
-    if isinstance(law, Exception) or isinstance(nudged, Exception):
-        note = f"gradients were compared with 16 bits alone: the reference fails: {type(nudged).__name__}: {nudged}"
+        far = {what: fault for what in far if (fault := _compare_with_exact(what, here.get(what), exact[what], allowed.get(what)))}  # fmt: skip
+    ref = _run(call, selection, plan, reference=True)
+    nudged = ref if isinstance(ref, Exception) else _run(call, selection, plan, reference=True, nudged=True)
+    if isinstance(ref, Exception) or isinstance(nudged, Exception):
+        note = f"gradients were compared with 16-bit only: the reference fails: {type(nudged).__name__}: {nudged}"
         call.notes += [note] if note not in call.notes else []
         wrong, coarse = {}, set()
     else:
-        wrong = {what: fault for what in parts if what in here and what in law and what in nudged and (fault := _beside_law(what, here[what], law[what], nudged[what]))}  # fmt: skip
-        coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), law.get(what))}
+        wrong = {what: fault for what in parts if what in here and what in ref and what in nudged and (fault := _compare_with_reference(what, here[what], ref[what], nudged[what]))}  # fmt: skip
+        coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), ref.get(what))}
     faults = [Fault(parts[what], _say_fault(text, what in coarse), size, what in coarse) for what, (text, size) in (far or wrong).items()]  # fmt: skip
     return sorted(faults, key=lambda fault: -fault.size)
 
 
 def _say_fault(text: str, coarse: bool) -> str:
-    """coarse: the reference shows the same."""
     if coarse:
         return f"FP8 is too coarse for its gradients here: {text}; the reference computes the same: no kernel is wrong"
     return f"its gradients are wrong here: {text}"
@@ -142,54 +150,57 @@ def _input_of(offer: Offer) -> str:
     return f"the input of {offer.unit.around or offer.name}"
 
 
-def _beside_high(what: str, found: list[Tensor] | None, exact: list[Tensor], moved: list[Tensor] | None = None) -> tuple[str, float] | None:  # fmt: skip
-    """A gradient beside that of 16 bits: what is wrong, and how much. moved: that of 16 bits with weights moved a little, which none is asked to be nearer than."""
+def _compare_with_exact(what: str, found: list[Tensor] | None, exact: list[Tensor], moved: list[Tensor] | None = None) -> tuple[str, float] | None:  # fmt: skip
+    """Compare a gradient with the 16-bit one. Return what is wrong and how much, or None.
+
+    `moved` is the 16-bit gradient with moved weights; a gradient need not be closer to `exact` than that.
+    """
     expected = _flat(exact)
     power = float(expected.square().sum())
     if power == 0.0 or not bool(expected.isfinite().all()):
         return None
     if found is None:
-        return f"none reaches {what}, and one does in 16 bits", float("inf")
+        return f"no gradient reaches {what}, but one does in 16-bit", float("inf")
     if len(found) != len(exact):
-        return f"gradients reach {what} in {len(found)} calls, and in {len(exact)} in 16 bits", float("inf")
+        return f"gradients reach {what} in {len(found)} calls, but in {len(exact)} calls in 16-bit", float("inf")
     seen = _flat(found)
     if not bool(seen.isfinite().all()):
-        return f"the gradient of {what} is not finite, and is in 16 bits", float("inf")
-    way, gain = _project(seen, expected)
+        return f"the gradient of {what} is not finite, but is finite in 16-bit", float("inf")
+    cosine, gain = _project(seen, expected)
     ratio = float(seen.norm() / expected.norm())
     least, turned, shrunk, grown = SAME_WAY**0.5, 1.0, 1.0, 1.0
     if moved is not None and len(moved) == len(exact) and bool((other := _flat(moved)).isfinite().all()):
         turned, size = min(max(_project(other, expected)[0], 0.0), 1.0), float(other.norm() / expected.norm())
         least, shrunk, grown = least * turned, min(max(size, LEAST_SIZE), 1.0), max(size, 1.0)
-    # along the gradient of 16 bits it may be as short as its turning makes it; by itself it may not be short because it turns
-    if way > 0 and way >= least and turned / SAME_SIZE <= gain <= grown * SAME_SIZE and ratio >= shrunk / SAME_SIZE:
+    # a change of direction excuses a small projection onto the 16-bit gradient, but not a small gradient
+    if cosine > 0 and cosine >= least and turned / SAME_SIZE <= gain <= grown * SAME_SIZE and ratio >= shrunk / SAME_SIZE:  # fmt: skip
         return None
-    return f"the gradient of {what} has a cosine of {way:.2f} with that of 16 bits and {ratio:.2f} of its size ({gain:.2f} along it), expected a cosine of at least {least:.2f} and {shrunk / SAME_SIZE:.2f} of its size ({turned / SAME_SIZE:.2f} to {grown * SAME_SIZE:.2f} along it)", 1 - way  # fmt: skip
+    return f"the gradient of {what} has a cosine of {cosine:.2f} with the 16-bit one and {ratio:.2f} of its size ({gain:.2f} along it), expected a cosine of at least {least:.2f} and {shrunk / SAME_SIZE:.2f} of its size ({turned / SAME_SIZE:.2f} to {grown * SAME_SIZE:.2f} along it)", 1 - cosine  # fmt: skip
 
 
-def _can_compare(found: list[Tensor] | None, law: list[Tensor] | None) -> bool:
-    """Whether a gradient and that of the reference say anything about each other."""
-    if found is None or law is None or len(found) != len(law):
+def _can_compare(found: list[Tensor] | None, ref: list[Tensor] | None) -> bool:
+    """Check whether both gradients exist and are finite, and the reference is not zero."""
+    if found is None or ref is None or len(found) != len(ref):
         return False
-    return bool(_flat(found).isfinite().all()) and bool(_flat(law).isfinite().all()) and any(bool(x.any()) for x in law)
+    return bool(_flat(found).isfinite().all()) and bool(_flat(ref).isfinite().all()) and any(bool(x.any()) for x in ref)
 
 
 def _project(seen: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The cosine of two gradients, and how long the first is along the second, beside it."""
+    """Return the cosine of two gradients, and the projection of the first on the second relative to the second."""
     along, size, power = (float(x) for x in ((seen * expected).sum(), seen.square().sum(), expected.square().sum()))
     return (along / (power * size) ** 0.5 if size else 0.0), along / power
 
 
-def _beside_law(what: str, found: list[Tensor], law: list[Tensor], nudged: list[Tensor]) -> tuple[str, float] | None:
-    """A gradient beside that of the same plan run by the reference: what is wrong, and how much."""
-    if len(found) == len(law) and bool(_flat(law).isfinite().all()) and not bool(_flat(found).isfinite().all()):
-        return f"the gradient of {what} is not finite, and is by the reference: a kernel is wrong", float("inf")
-    if not _can_compare(found, law) or len(law) != len(nudged):
+def _compare_with_reference(what: str, found: list[Tensor], ref: list[Tensor], nudged: list[Tensor]) -> tuple[str, float] | None:  # fmt: skip
+    """Compare a gradient with that of the reference kernels. Return what is wrong and how much, or None."""
+    if len(found) == len(ref) and bool(_flat(ref).isfinite().all()) and not bool(_flat(found).isfinite().all()):
+        return f"the gradient of {what} is not finite, but is finite in the reference: a kernel is wrong", float("inf")
+    if not _can_compare(found, ref) or len(ref) != len(nudged):
         return None
-    for where, distance, least in (("", _distance, BESIDE_LAW), (" in a row or a column", _line_distance, LINE_BESIDE_LAW)):  # fmt: skip
-        differs, allowed = distance(found, law), max(least, CHAOS * distance(nudged, law))
+    for where, distance, least in (("", _distance, BESIDE_REFERENCE), (" in a row or a column", _line_distance, LINE_BESIDE_REFERENCE)):  # fmt: skip
+        differs, allowed = distance(found, ref), max(least, CHAOS * distance(nudged, ref))
         if differs > allowed:
-            return f"the gradient of {what} differs by {differs:.0%}{where} from what the reference computes by the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs  # fmt: skip
+            return f"the gradient of {what} differs by {differs:.0%}{where} from the reference of the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs  # fmt: skip
     return None
 
 
@@ -204,7 +215,11 @@ def _distance(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def _line_distance(a: list[Tensor], b: list[Tensor]) -> float:
-    """The same of the row or column that is farthest off, beside its own length or the root mean square of all, whichever is larger: lines of next to nothing say nothing."""
+    """Return the largest relative difference of a row or column.
+
+    It is relative to the norm of the line, or the root mean square of all norms if that is larger, so that lines with
+    tiny gradients do not count.
+    """
     worst = 0.0
     for other, exact in zip(a, b, strict=True):
         for along in (0, 1):
@@ -216,19 +231,23 @@ def _line_distance(a: list[Tensor], b: list[Tensor]) -> float:
     return worst
 
 
-def _run(call: Call, selection: Selection, plan: Plan | None, *, law: bool = False, nudged: bool = False) -> Gradients | Exception:  # fmt: skip
-    """The gradients of the weights of linears that were looked at, summed over a few batches, and of what went into the offers that are in; what the pass raised, where it did."""
+def _run(call: Call, selection: Selection, plan: Plan | None, *, reference: bool = False, nudged: bool = False) -> Gradients | Exception:  # fmt: skip
+    """Run forward and backward on a few batches, and return the gradients or the exception that was raised.
+
+    The gradients are those of the weights of all observed linears, summed over the batches, and of the inputs of the
+    offers. `plan` None runs in 16-bit.
+    """
     model, task = call.task.model, call.task
     try:
         names = selection.looked.sites if nudged else {}
-        with _by(law), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, names), _watched(model, selection) as inputs:  # fmt: skip
+        with _reference_kernels(reference), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, names), _watch_inputs(model, selection) as inputs:  # fmt: skip
             model.eval()
-            train_recurrent(model)  # what they drop, every run drops alike
+            train_recurrent(model)  # cuDNN needs it for backward; all runs draw the same dropout
             torch.manual_seed(0)
             with torch.enable_grad():
                 for index, batch in enumerate(task.looking[:BATCHES]):
                     loss = _mix(task.losses(model, batch).float(), index)
-                    if loss.requires_grad:  # not where every parameter is frozen
+                    if loss.requires_grad:  # False if every parameter is frozen
                         loss.backward()  # type: ignore[no-untyped-call]
             weights = {_weight_of(name): found for name, module in named_sites(model) if name in selection.looked.sites and (found := _gradient_of(module)) is not None}  # fmt: skip
             return weights | {
@@ -237,14 +256,18 @@ def _run(call: Call, selection: Selection, plan: Plan | None, *, law: bool = Fal
     except torch.AcceleratorError:
         raise
     except Exception as error:  # Triton's errors share no type with torch's
-        if isinstance(error, torch.OutOfMemoryError) and not (law or nudged):
+        if isinstance(error, torch.OutOfMemoryError) and not (reference or nudged):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass
+        traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
         return error
 
 
 def _mix(losses: Tensor, batch: int) -> Tensor:
-    """The losses of examples, or of batches, half of them counting against: in the gradient of a mean the examples of a trained model all but cancel, and a change of all outputs by a thousandth then turns it by a tenth."""
+    """Return the mean of losses, half of them with their sign changed, chosen at random; of single losses, by batch.
+
+    In the gradient of a plain mean, the examples of a trained model nearly cancel. A change of all outputs by a
+    thousandth then turns it by a tenth.
+    """
     if losses.numel() < 2:
         return -losses.mean() if batch % 2 else losses.mean()
     signs = torch.randint(2, losses.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -252,31 +275,34 @@ def _mix(losses: Tensor, batch: int) -> Tensor:
 
 
 def _gradient_of(module: nn.Module) -> list[Tensor] | None:
-    """Of everything a linear's weight is made of: the weight, or what a parametrisation makes it from. Biases are sums that may cancel to nothing, and say little."""
+    """Return the gradients of a linear's weight, or of the parameters of its parametrization; None if there are none.
+
+    Biases are left out: their gradients are sums that may cancel, and say little.
+    """
     found = [p.grad.detach().float().flatten(1) for p in module.parameters() if p.grad is not None and p.dim() > 1 and not p.grad.is_sparse]  # fmt: skip
     return found or None
 
 
 @contextmanager
-def _watched(model: nn.Module, selection: Selection) -> Iterator[dict[str, dict[int, Tensor]]]:
-    """The gradients of what goes into the offers that are in, some rows of each, by the call they are of."""
+def _watch_inputs(model: nn.Module, selection: Selection) -> Iterator[dict[str, dict[int, Tensor]]]:
+    """Collect some rows of the gradient of every offer's input inside the block, by number of the call."""
     found: dict[str, dict[int, Tensor]] = {}
     modules = dict(named_sites(model))
     with ExitStack() as stack:
         for offer in selection.offers:
             calls = found[_input_of(offer)] = {}
             module = modules[offer.unit.around or offer.name]
-            stack.callback(module.register_forward_pre_hook(partial(_watch, calls, []), with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(partial(_watch_input, calls, []), with_kwargs=True).remove)
         yield found
 
 
-def _watch(calls: dict[int, Tensor], begun: list[int], module: nn.Module, args: Any, kwargs: Any) -> None:
+def _watch_input(calls: dict[int, Tensor], begun: list[int], module: nn.Module, args: Any, kwargs: Any) -> None:
     x = next(tensors_in((args, kwargs)), None)
     number = len(begun)
     begun.append(number)
 
     def keep(gradient: Tensor) -> None:
-        # whole examples: every 32nd row of examples with 32 vectors each would be one vector of each
+        # slice whole examples: every 32nd row would pick the same one of 32 vectors from each example
         some = gradient.detach()[:: max(gradient.shape[:-1].numel() // ROWS, 1)]
         calls[number] = some.reshape(-1, gradient.shape[-1]).to(torch.float32, copy=True)
 
@@ -285,12 +311,12 @@ def _watch(calls: dict[int, Tensor], begun: list[int], module: nn.Module, args: 
 
 
 @contextmanager
-def _by(law: bool) -> Iterator[None]:
-    if not law:
+def _reference_kernels(on: bool) -> Iterator[None]:
+    if not on:
         yield
         return
-    with warnings.catch_warnings(), registry.offering(LAW):
-        warnings.simplefilter("ignore")  # that an emulation runs on a GPU is what is wanted here
+    with warnings.catch_warnings(), registry.offering(REFERENCE):
+        warnings.simplefilter("ignore")  # running the emulation on a GPU is intended here
         yield
 
 
@@ -305,7 +331,7 @@ def _placed(model: nn.Module, plan: Plan | None) -> Iterator[None]:
 
 @contextmanager
 def _nudged(model: nn.Module, linears: Collection[str]) -> Iterator[None]:
-    """The weights of some linears moved by about a rounding, and put back. Not those of tables, which may fill half of the memory."""
+    """Move the weights of linears by about one rounding inside the block. Tables are left: they may be huge."""
     weights = {id(p): p for name, module in named_sites(model) if name in linears for p in module.parameters() if p.is_floating_point() and p.dim() > 1}  # fmt: skip
     kept = [(p, p.detach().clone()) for p in weights.values()]
     try:

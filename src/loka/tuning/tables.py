@@ -1,14 +1,17 @@
-"""Choose the format of every embedding table, and the codecs of what ranks send, under the margin that the linears are judged by.
+"""Choose the format of every embedding table and the codecs of collectives, within the same margin as the linears.
 
-    table       formats are tried from the fewest bytes on, of equal ones the smaller error first; the first whose measured change of the metric, with this table alone, stays within
-                the margin at its upper end is taken
-    weights     the same with codecs: what an all-gather brings is what every prediction is made with, so the metric is measured with the decoded weights
-    gradients   a codec's error beside what gradients differ by from batch to batch anyway, both element by element relative to the element's own root mean square, which is what Adam
-                divides by; taken where it adds at most 1 % to that variance. 8-bit codecs of gradients round stochastically: to nearest the same small elements are lost in every step,
-                a bias that training follows and that no look at a single step sees
+    table       Try formats by increasing bytes, then error. Take the first whose measured change of the metric, with
+                only this table converted, is within the margin at its upper end.
+    weights     The same with codecs. Every prediction is made with the weights that an all-gather delivers, so the
+                metric is measured with the decoded weights.
+    gradients   Compare a codec's error with the variance of gradients between batches, both element by element and
+                relative to the element's root mean square, which is what Adam divides by. Take the codec if it adds at
+                most 1 % to that variance. 8-bit codecs of gradients round stochastically: rounding to nearest loses the
+                same small elements in every step, a bias that training follows and that no single step reveals.
 
-Rounding the rows of a trained table says what the format does to predictions. What it does to training, where rows are rounded in every step, is not measured here: formats that can be
-trained are those of `loka.kernels.embedding_update`, with stochastic rounding.
+Rounding a trained table shows what the format does to predictions. What it does to training, where rows are rounded in
+every step, is not measured here. Formats that can be trained are those of `loka.kernels.embedding_update`, with
+stochastic rounding.
 """
 
 import time
@@ -41,15 +44,15 @@ TRAINED = ("int8:row", "e4m3:row:pow2", "bfloat16")
 SERVED = ("int4:row", "int8:row", "e4m3:row", "bfloat16")
 WEIGHT_CODECS = ("e4m3:1x128:pow2", "int8:1x128", "bf16")
 GRADIENT_CODECS = ("e4m3:1x128:pow2:stochastic", "int8:1x128:stochastic", "bf16")
-ADDED_VARIANCE = 0.01
+ADDED_VARIANCE = 0.01  # of a gradient codec, at most
 LOOKED_UP = 4096  # rows of a timed lookup
-Measure = Callable[[], Interval]  # change of the metric as the model is now
-Within = Callable[[Interval], bool]  # whether such a change counts as none
+Measure = Callable[[], Interval]  # returns the change of the metric for the current state of the model
+Within = Callable[[Interval], bool]  # checks whether such a change is acceptable
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """One way, with what it would take and lose."""
+    """A format or codec with its size and error."""
 
     name: str
     bytes: int
@@ -58,7 +61,7 @@ class _Tried:
 
 @contextmanager
 def unrounded(model: nn.Module, tables: Sequence[TablePlan]) -> Iterator[None]:
-    """Whatever places and takes back these tables inside, their float values are the old ones afterwards: taking a table back writes what its rows hold."""
+    """Restore the float values of tables after the block. Releasing a placed table would leave its rounded values."""
     held: list[tuple[Any, Tensor]] = []
     for table in tables:
         module: Any = model.get_submodule(table.name)
@@ -73,7 +76,7 @@ def unrounded(model: nn.Module, tables: Sequence[TablePlan]) -> Iterator[None]:
 
 @contextmanager
 def placed_alone(model: nn.Module, tables: Sequence[TablePlan]) -> Iterator[None]:
-    """Inside, these tables have the rows they say."""
+    """Give tables the formats of their plans inside the block."""
     with unrounded(model, tables):
         place_tables(model, tables)
         try:
@@ -85,17 +88,17 @@ def placed_alone(model: nn.Module, tables: Sequence[TablePlan]) -> Iterator[None
 def choose_tables(
     task: Task, measure: Measure, margin: float, *, training: bool, within: Within | None = None
 ) -> list[TablePlan]:
-    """The smallest format of every table whose change of the metric is within the margin.
+    """Choose for every table the smallest format whose change of the metric is within the margin.
 
     Args:
-        task: what the user gave; its model is left as it was.
-        measure: change of the metric as the model is now, on held-out batches.
-        margin: relative change that counts as none.
-        training: formats that can be trained.
-        within: what judges a change; None: its upper end is within the margin.
+        task: the model and how to run it; the model is restored.
+        measure: returns the change of the metric on held-out batches for the current state of the model.
+        margin: acceptable relative change.
+        training: choose among formats that can be trained.
+        within: judges a change; None compares its upper end with the margin.
 
     Returns:
-        Tables with evidence; one that no format suits keeps its own, and says what was refused.
+        Tables with evidence. A table that no format suits keeps its own and lists what was refused.
     """
     return [
         _choose_table(task.model, table, measure, margin, within or (lambda change: change.high <= margin), training)
@@ -107,14 +110,14 @@ def _choose_table(
     model: nn.Module, table: TablePlan, measure: Measure, margin: float, within: Within, training: bool
 ) -> TablePlan:
     if problems := refuse_tables(model, [table]):
-        return msgspec.structs.replace(table, reason="it stays: " + "; ".join(problems))
+        return msgspec.structs.replace(table, reason="not converted: " + "; ".join(problems))
     module: Any = model.get_submodule(table.name)
     weight = module.weight.detach()
     ways = []
     for rows in TRAINED if training else SERVED:
         if rows == "int4:row" and table.width % 2:
             continue
-        error = _relative(Rows.of(weight, rows).dequantize() - weight.float(), weight)
+        error = _relative_error(Rows.of(weight, rows).dequantize() - weight.float(), weight)
         ways.append(_Tried(rows, row_bytes(rows, table.count, table.width), error))
     refused: list[str] = []
     for way in sorted((way for way in ways if way.bytes < table.bytes), key=lambda w: (w.bytes, w.error)):
@@ -122,24 +125,24 @@ def _choose_table(
         with placed_alone(model, [asked]):
             change = measure()
         if not within(change):
-            refused.append(f"{way.name}: {_spell(change)}, margin {margin:.3%}")
+            refused.append(f"{way.name}: {_format_change(change)}, margin {margin:.3%}")
             continue
         evidence = UnitEvidence(error=way.error, metric_change=change, microseconds=_time_lookup(weight, way.name))
-        why = f"the fewest bytes whose change of the metric, {_spell(change)}, is within {margin:.3%}"
+        why = f"the fewest bytes whose change of the metric, {_format_change(change)}, is within {margin:.3%}"
         return msgspec.structs.replace(asked, evidence=evidence, reason=why, refusals=refused)
-    return msgspec.structs.replace(table, reason="it stays: no smaller format is within the margin", refusals=refused)
+    return msgspec.structs.replace(table, reason="not converted: no smaller format is within the margin", refusals=refused)  # fmt: skip
 
 
 def choose_collectives(
     task: Task, measure: Measure, margin: float, *, within: Within | None = None
 ) -> list[CollectivePlan]:
-    """Codecs of weights and gradients.
+    """Choose codecs for weights and gradients.
 
     Args:
-        task: what the user gave; its model is left as it was.
-        measure: change of the metric as the model is now, on held-out batches.
-        margin: relative change that counts as none.
-        within: what judges a change; None: its upper end is within the margin.
+        task: the model and how to run it; the model is restored.
+        measure: returns the change of the metric on held-out batches for the current state of the model.
+        margin: acceptable relative change.
+        within: judges a change; None compares its upper end with the margin.
 
     Returns:
         Weights and gradients with evidence; empty for a model without dense matrices.
@@ -155,39 +158,39 @@ def _choose_weights(
     model: nn.Module, matrices: Sequence[Tensor], part: CollectivePlan, measure: Measure, margin: float, within: Within
 ) -> CollectivePlan:
     refused: list[str] = []
-    for way in _codecs(WEIGHT_CODECS, part.elements, [p.detach() for p in matrices]):
+    for way in _try_codecs(WEIGHT_CODECS, part.elements, [p.detach() for p in matrices]):
         with rounded_weights(model, way.name):
             change = measure()
         if not within(change):
-            refused.append(f"{way.name}: {_spell(change)}, margin {margin:.3%}")
+            refused.append(f"{way.name}: {_format_change(change)}, margin {margin:.3%}")
             continue
         evidence = UnitEvidence(error=way.error, metric_change=change, microseconds=_time_codec(matrices, way.name))
-        why = f"the fewest bytes whose change of the metric, {_spell(change)}, is within {margin:.3%}"
+        why = f"the fewest bytes whose change of the metric, {_format_change(change)}, is within {margin:.3%}"
         return msgspec.structs.replace(part, codec=way.name, bytes=way.bytes, evidence=evidence, reason=why, refusals=refused)  # fmt: skip
-    return msgspec.structs.replace(part, reason="they travel as they are: no codec is within the margin", refusals=refused)  # fmt: skip
+    return msgspec.structs.replace(part, reason="sent without a codec: none is within the margin", refusals=refused)
 
 
 def _choose_gradients(task: Task, matrices: Sequence[Tensor], part: CollectivePlan) -> CollectivePlan:
-    batches = _gradients(task, matrices)
+    batches = _compute_gradients(task, matrices)
     size = torch.stack([g.square() for g in batches]).mean(0).sqrt().clamp(min=1e-30)
     mean = torch.stack(batches).mean(0)
     noise = sum(float(((g - mean) / size).square().mean()) for g in batches) / max(len(batches) - 1, 1)
     refused: list[str] = []
-    for way in _codecs(GRADIENT_CODECS, part.elements, [batches[0]]):
+    for way in _try_codecs(GRADIENT_CODECS, part.elements, [batches[0]]):
         codec = parse_codec(way.name)
-        lost = sum(float(((_through(codec, g) - g) / size).square().mean()) for g in batches) / len(batches)
+        lost = sum(float(((_round_trip(codec, g) - g) / size).square().mean()) for g in batches) / len(batches)
         added = lost / max(noise, 1e-30)
         if added > ADDED_VARIANCE:
-            refused.append(f"{way.name}: adds {added:.2%} to what batches differ by")
+            refused.append(f"{way.name}: adds {added:.2%} to the variance of gradients between batches")
             continue
         evidence = UnitEvidence(error=way.error, microseconds=_time_codec([batches[0]], way.name))
-        why = f"adds {added:.3%} to the variance that gradients have between batches, at most {ADDED_VARIANCE:.0%} is taken"
+        why = f"adds {added:.3%} to the variance of gradients between batches, at most {ADDED_VARIANCE:.0%} is accepted"
         return msgspec.structs.replace(part, codec=way.name, bytes=way.bytes, evidence=evidence, reason=why, refusals=refused)  # fmt: skip
-    return msgspec.structs.replace(part, reason="they travel as they are: every codec adds too much", refusals=refused)
+    return msgspec.structs.replace(part, reason="sent without a codec: each adds too much variance", refusals=refused)
 
 
-def _gradients(task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient of every matrix, end to end, for some batches that choose."""
+def _compute_gradients(task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of all matrices, concatenated, for some of the batches to choose on."""
     from loka.units.undisturbed import undisturbed
 
     found = []
@@ -200,24 +203,24 @@ def _gradients(task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _codecs(names: Sequence[str], elements: int, tensors: Sequence[Tensor]) -> list[_Tried]:
-    """From the fewest bytes on; of equal ones the smaller error first."""
+def _try_codecs(names: Sequence[str], elements: int, tensors: Sequence[Tensor]) -> list[_Tried]:
+    """Return codecs with their size and error, sorted by bytes, then error."""
     flat = torch.cat([t.float().flatten() for t in tensors])
     tried = []
     for name in names:
         codec = parse_codec(name)
-        tried.append(_Tried(name, codec.size(elements), _relative(_through(codec, flat) - flat, flat)))
+        tried.append(_Tried(name, codec.size(elements), _relative_error(_round_trip(codec, flat) - flat, flat)))
     return sorted(tried, key=lambda way: (way.bytes, way.error))
 
 
 @contextmanager
 def rounded_weights(model: nn.Module, codec: str) -> Iterator[None]:
-    """Inside, dense matrices have the values that an all-gather in this codec brings."""
+    """Give dense matrices the values that an all-gather with this codec delivers, inside the block."""
     chosen, before = parse_codec(codec), [(p, p.detach().clone()) for _, p in dense_matrices(model)]
     try:
         with torch.no_grad():
             for p, value in before:
-                p.copy_(_through(chosen, value.flatten()).view_as(p))
+                p.copy_(_round_trip(chosen, value.flatten()).view_as(p))
         yield
     finally:
         with torch.no_grad():
@@ -225,15 +228,15 @@ def rounded_weights(model: nn.Module, codec: str) -> Iterator[None]:
                 p.copy_(value)
 
 
-def _through(codec: Codec, flat: Tensor) -> Tensor:
+def _round_trip(codec: Codec, flat: Tensor) -> Tensor:
     return codec.decode(codec.encode(flat, draw=Draw(step=0) if codec.is_stochastic else None), flat.numel())
 
 
-def _relative(difference: Tensor, of: Tensor) -> float:
+def _relative_error(difference: Tensor, of: Tensor) -> float:
     return float(difference.float().norm() / of.float().norm().clamp(min=1e-30))
 
 
-def _spell(change: Interval) -> str:
+def _format_change(change: Interval) -> str:
     return f"{change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]"
 
 
@@ -245,11 +248,11 @@ def _time_lookup(weight: Tensor, rows: str) -> Interval:
 
 def _time_codec(tensors: Sequence[Tensor], codec: str) -> Interval:
     flat, chosen = torch.cat([t.detach().float().flatten() for t in tensors]), parse_codec(codec)
-    return _time(lambda: _through(chosen, flat), flat.device)
+    return _time(lambda: _round_trip(chosen, flat), flat.device)
 
 
 def _time(call: Callable[[], object], device: torch.device, repeats: int = 5) -> Interval:
-    """Microseconds of a call, from the host."""
+    """Return the microseconds of a call, timed on the host."""
     call()
     times = []
     for _ in range(repeats):
@@ -264,10 +267,10 @@ def _time(call: Callable[[], object], device: torch.device, repeats: int = 5) ->
 
 
 def choose_parts(call: Call, selection: Selection) -> list[TablePlan | CollectivePlan]:
-    """Tables and collectives that are within the margin alone, and with everything else; what costs most leaves until they are.
+    """Choose tables and collectives that are within the margin alone, then drop the worst until all together are.
 
     Returns:
-        All that were looked at; those that are in are in the selection.
+        Everything that was tried. What is chosen is in the selection.
     """
     task, used = call.task, selection.used
 
@@ -293,25 +296,25 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
             break
         worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
         taken.remove(worst)
-        call.notes.append(f"{worst.name} stays as it is: with everything together the metric moved {spell_change(change)}")  # fmt: skip
+        call.notes.append(f"{worst.name} is not converted: with everything together the metric moved {spell_change(change)}")  # fmt: skip
         selection.tables, selection.collectives, selection.change, selection.swapped = [], [], without, None
     return found
 
 
 def describe_part(part: TablePlan | CollectivePlan) -> TunedUnit:
-    """A table or a collective as a row of the record: memory, bytes, error and time in words.
+    """Describe a table or a collective as a row of the record: bytes, error and time.
 
     Args:
-        part: with its evidence.
+        part: a table or a collective, with its evidence.
 
     Returns:
-        The row; `high` where it stays as it is.
+        The row; its way is "high" if it is not converted.
     """
     known = part.evidence
     way = part.rows if isinstance(part, TablePlan) else part.codec
     numbers = ""
     if known is not None and known.error is not None and known.microseconds is not None:
-        what = "a lookup of 4,096 rows" if isinstance(part, TablePlan) else "writing and reading"
+        what = "a lookup of 4,096 rows" if isinstance(part, TablePlan) else "encoding and decoding"
         numbers = f"; error {known.error:.2%}; {what} {known.microseconds.value:.0f} us"
     return TunedUnit(
         name=part.name, linears=[], way="high" if known is None else way, flops_share=0.0,

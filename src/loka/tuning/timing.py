@@ -1,6 +1,6 @@
-"""Time a unit and the whole step as they will run: compiled with static shapes, in a CUDA graph, in turns with what they are compared with.
+"""Time a unit or the whole step as it will run: compiled with static shapes, in a CUDA graph, in turns with a baseline.
 
-Without a GPU nothing is timed: FP8 is emulated on a CPU, its numerics are real and its time is not.
+Without a GPU nothing is timed: FP8 is emulated on a CPU, where its numerics are real but its time is not.
 """
 
 import copy
@@ -28,20 +28,20 @@ from loka.units.following import make_activation
 from loka.units.undisturbed import put_back
 
 TURNS, REPEATS = 5, 4
-LONG_ENOUGH = 8000.0  # microseconds that are timed at once
-LONG = 200_000.0  # microseconds of a run that is timed once a turn: what disturbs a shorter one is little of it
+LONG_ENOUGH = 8000.0  # microseconds to time at once
+LONG = 200_000.0  # a run of this many microseconds is timed once per turn: disturbances are a small part of it
 Run = Callable[[], Any]
 
 
 class NotCapturedError(RuntimeError):
-    """A step that reads values on the host, or does something else that no CUDA graph can hold."""
+    """A step cannot be captured in a CUDA graph, for example because it reads values on the host."""
 
 
 def can_time(device: torch.device) -> str | None:
-    """Why nothing can be timed on a device; None where it can.
+    """Return why nothing can be timed on a device, or None if it can.
 
     Args:
-        device: where the model is.
+        device: device of the model.
 
     Returns:
         The reason, or None.
@@ -55,8 +55,9 @@ class Captured:
 
     Args:
         replay: runs it.
-        host_microseconds: what the host takes to launch the step when it is in no graph; the device waits for that where it is the longer of both.
-        kept: all that the step reads. A graph knows addresses only: what is freed after the capture is somebody else's memory in a replay, or nobody's.
+        host_microseconds: time the host needs to launch the step without a graph. If that is longer than the step,
+            the device waits for it.
+        kept: everything that the step reads. A graph only knows addresses, so nothing of it may be freed.
     """
 
     replay: Run
@@ -64,15 +65,17 @@ class Captured:
     kept: Any
 
     def __call__(self) -> None:
-        """Replay."""
+        """Replay the graph."""
         self.replay()
 
 
 class Fragment(nn.Module):
-    """A unit cut out of its model: copies of its modules, run one after another, with something before and behind for the compiler to join to.
+    """A unit cut out of its model: copies of its modules, run one after another.
+
+    An operation before and one after them give the compiler something to fuse with, as in the model.
 
     Args:
-        parts: names and copies of the modules in the order they run.
+        parts: copies of the modules by name, in the order they run.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
@@ -82,7 +85,7 @@ class Fragment(nn.Module):
             self.add_module(name.replace(".", "_"), part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The unit between an addition and a product."""
+        """Run the unit between an addition and a multiplication."""
         x = x + 1.0
         for name in self.order:
             x = getattr(self, name)(x)
@@ -90,14 +93,14 @@ class Fragment(nn.Module):
 
 
 def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]:
-    """A unit's modules, copied, and the unit by the names they have in the copy.
+    """Copy the modules of a unit into a fragment.
 
     Args:
-        model: not converted.
-        unit: from `discover`.
+        model: a model that is not converted.
+        unit: a unit found by `discover`.
 
     Returns:
-        The fragment, and the unit that can be placed in it.
+        The fragment, and the unit with the names that its modules have in the fragment.
     """
     import msgspec
 
@@ -137,17 +140,17 @@ def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]
 def fragment_step(
     fragment: nn.Module, x: Tensor, *, training: bool, autocast: torch.dtype | None, mode: str | None
 ) -> Captured:
-    """One step of a fragment, compiled and captured.
+    """Compile one step of a fragment and capture it.
 
     Args:
         fragment: in training or eval mode.
         x: its input.
-        training: forward, backward and what an optimizer's step brings about in low precision, otherwise forward alone.
-        autocast: compute in this type.
-        mode: of torch.compile.
+        training: forward, backward and what an optimizer step does to low precision; otherwise forward only.
+        autocast: autocast dtype.
+        mode: mode of torch.compile.
 
     Returns:
-        What replays the step.
+        The captured step.
     """
     run = torch.compile(fragment, dynamic=False, mode=mode)
     x = x.clone().requires_grad_(training)
@@ -162,14 +165,15 @@ def fragment_step(
                 y = run(x)
             if training:
                 y.sum().backward()
-                end_step(_placed(fragment))
+                end_step(_converted_modules(fragment))
                 x.grad = None
                 fragment.zero_grad(set_to_none=True)
 
     return capture(step, fragment)
 
 
-# Ways to compile, by name: what torch.compile is given. Coordinate descent also turns products with a vector into sums that join their neighbours; torchao switches it on for all that is compiled after it.
+# Arguments of torch.compile by name. Coordinate descent also turns matrix-vector products into sums that fuse with
+# their neighbours; torchao enables it for everything that is compiled after it.
 COMPILERS: dict[str, dict[str, Any]] = {
     "": {},
     "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
@@ -178,17 +182,18 @@ COMPILERS: dict[str, dict[str, Any]] = {
 
 
 def whole_step(task: Task, *, training: bool, compiler: str = "") -> Captured:
-    """One step of the whole model on one batch, compiled and captured, in training or eval mode. The model is afterwards what it was; a replay writes to its buffers again.
+    """Compile one step of the whole model on one batch and capture it. The model is restored; replays write buffers.
 
     Args:
-        task: what the user gave.
-        training: forward, backward, and what an optimizer's step brings about in low precision (weights are quantised anew, scales move on); no optimizer, nothing is trained.
-        compiler: of `COMPILERS`.
+        task: the model and how to run it.
+        training: forward, backward, and what an optimizer step does to low precision (weights are quantized again,
+            scales advance). There is no optimizer, and nothing is trained. Otherwise forward only, in eval mode.
+        compiler: a key of `COMPILERS`.
 
     Returns:
-        What replays the step.
+        The captured step.
     """
-    model, batch = task.model, copy_example(task.kept[0])  # one copy: made in every step it would be timed with it
+    model, batch = task.model, copy_example(task.kept[0])  # copied once: a copy in every step would be timed with it
     timed, run = _compile(task, COMPILERS[compiler])
 
     def step() -> None:
@@ -196,17 +201,17 @@ def whole_step(task: Task, *, training: bool, compiler: str = "") -> Captured:
             loss = timed.mean_loss(run, batch, copied=False)
             if training:
                 loss.backward()  # type: ignore[no-untyped-call]
-                end_step(_placed(model))
+                end_step(_converted_modules(model))
                 model.zero_grad(set_to_none=True)
 
     with put_back(model):
-        if model.training != training:  # parts that are in eval mode inside of a model that trains stay so
+        if model.training != training:  # keeps submodules that are in eval mode inside a model that trains
             model.train(training)
         return capture(step, model)
 
 
 def _compile(task: Task, given: Mapping[str, Any]) -> tuple[Task, nn.Module]:
-    """A task and the model it is run with: the model compiled, or the step, where that calls parts of the model alone, which compiling the model would not reach."""
+    """Return a compiled task and model: the model is compiled, or the step if it only calls parts of the model."""
     if task.step is None or task.example() is not None:
         return task, torch.compile(task.model, dynamic=False, **given)  # type: ignore[return-value]
     timed = copy.copy(task)
@@ -215,42 +220,43 @@ def _compile(task: Task, given: Mapping[str, Any]) -> tuple[Task, nn.Module]:
 
 
 def held_by(model: nn.Module) -> list[Any]:
-    """Modules of a model, and all that is in their attributes now.
+    """Return the modules of a model and everything that their attributes hold now.
 
     Args:
-        model: any; it may be changed while a graph still reads what it held.
+        model: a model that may change while a graph still reads what it held.
 
     Returns:
         Modules, tensors, and objects that hold tensors.
     """
     modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]  # tensors too: what holds them may let go of them
+    attributes = [dict(vars(module)) for module in modules]  # tensors too: their owners may drop them
     return [*modules, *model.parameters(), *model.buffers(), *attributes, *tensors_in(attributes)]
 
 
-def _placed(model: nn.Module) -> list[Linear | Chain]:
-    """What is in low precision; not asked for before a step, since a compiled step must not trace it."""
+def _converted_modules(model: nn.Module) -> list[Linear | Chain]:
+    """Return the converted linears and chains of a model. Compiled code must not trace this."""
     return [linear for _, linear in linears_of(model)] + [chain for _, chain in chains_of(model)]
 
 
 def capture(step: Run, model: nn.Module) -> Captured:
-    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises.
+    """Warm up a step and capture it in a CUDA graph. Raises `NotCapturedError` if it cannot be captured.
 
     Args:
-        step: what to capture; it is kept with the graph, and with it the inputs it closes over.
+        step: the step; the graph keeps it alive, and with it the inputs it closes over.
         model: what else the step reads.
 
     Returns:
-        What replays the step.
+        The captured step.
     """
-    # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
+    # Fragments share one forward. With the default limit, torch.compile gives up after eight of them and runs the rest
+    # eagerly, which would time something else.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         return _capture(step, model)
 
 
 @cache
 def _stream_of(device: int) -> torch.cuda.Stream:
-    """One stream for all warm-ups and captures: cuBLAS keeps 32 MiB for every stream it has run on, for as long as the process lives."""
+    """Return one stream for all warm-ups and captures: cuBLAS keeps 32 MiB per stream while the process lives."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -260,26 +266,27 @@ def _capture(step: Run, model: nn.Module) -> Captured:
     with torch.cuda.stream(stream):
         for _ in range(2):
             step()
-        host = min(_time_launch(step) for _ in range(3))  # a single one may meet a collection of garbage
+        host = min(_time_launch(step) for _ in range(3))  # one alone may include a garbage collection
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # A forward may put another tensor in the place of a buffer or an attribute that it reads: the graph reads what the last warm-up left, and writes what the capture did.
+    # A forward may replace a buffer or attribute that it reads. The graph reads what the last warm-up left, and writes
+    # what the capture made, so both are kept.
     before = held_by(model)
     try:
         with torch.cuda.graph(graph, stream=stream):
             step()
-    except torch.OutOfMemoryError:  # says nothing about the step
+    except torch.OutOfMemoryError:  # tells nothing about the step
         raise
     except RuntimeError as error:
         torch.cuda.synchronize()
-        # Not run as it is instead: a step that is timed later would by then run whatever the model has become.
+        # No fallback to the plain step: by the time it is timed, the model may have been changed.
         raise NotCapturedError(f"the step cannot be captured in a CUDA graph: {str(error).splitlines()[0]}") from error
     return Captured(graph.replay, host, (step, before, held_by(model)))
 
 
 def _time_launch(step: Run) -> float:
-    """Microseconds of the host's work for a step; the device may still be at it."""
+    """Return the microseconds that the host needs to launch a step; the device may still be running it."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     step()
@@ -287,12 +294,13 @@ def _time_launch(step: Run) -> float:
 
 
 def return_workspaces() -> None:
-    """Give back what cuBLAS keeps for the streams it has run on, 32 MiB each, unless somebody's CUDA graph may hold its address: where there is a graph, or a pool of memory as graphs that C++ made have.
+    """Free the workspaces that cuBLAS keeps for streams, 32 MiB each, unless a CUDA graph may hold their addresses.
 
-    Call it when no captured step of ours is left.
+    That is assumed if there is any graph, or any private memory pool, as graphs made in C++ have. Call it when no
+    captured step of ours is left.
     """
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    # a graph that allocates nothing has an empty pool, which no snapshot shows
+    # a graph that allocates nothing has an empty pool, which no snapshot shows, so look for graphs as well
     graphs = any(issubclass(type(kept), torch.cuda.CUDAGraph) for kept in gc.get_objects())
     pools = {segment.get("segment_pool_id", (0, 0)) for segment in torch.cuda.memory_snapshot()}  # type: ignore[no-untyped-call]
     if clear is not None and not graphs and pools <= {(0, 0)}:
@@ -302,13 +310,13 @@ def return_workspaces() -> None:
 
 
 def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
-    """Microseconds of every way, in turns, so that what the card does meanwhile hits all alike.
+    """Time runs in turns, so that disturbances of the GPU affect all of them alike.
 
     Args:
         runs: what to time, by name.
 
     Returns:
-        The median of every turn, by name.
+        Microseconds by name: the median of every turn.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     once = {name: _replay(go, 1) for name, go in runs.items()}
@@ -324,7 +332,10 @@ def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
 
 
 def _replay(go: Run, count: int) -> float:
-    """Microseconds of a run. Several follow one another without a pause: of a single one the host's launch would be timed too, 10 to 50 us that a loop of steps does not wait for."""
+    """Return the microseconds of one run, of `count` back to back.
+
+    A single run would include its launch by the host, 10 to 50 us that a loop of steps does not wait for.
+    """
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
@@ -336,12 +347,12 @@ def _replay(go: Run, count: int) -> float:
 
 
 def compare(times: Mapping[str, list[float]], name: str, base: str) -> Interval:
-    """How many times faster one way is than another: the median over turns, and the worst and best turn.
+    """Return the speed-up of one run over another: the median over turns, with the worst and the best turn.
 
     Args:
-        times: of `time_in_turns`.
-        name: the way.
-        base: what it is compared with.
+        times: result of `time_in_turns`.
+        name: the run.
+        base: the run to compare with.
 
     Returns:
         The speed-up.
@@ -351,20 +362,20 @@ def compare(times: Mapping[str, list[float]], name: str, base: str) -> Interval:
 
 
 def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, base: str) -> str | None:
-    """What becomes of a speed-up without a CUDA graph, where the host takes longer to launch a step than the device to run it.
+    """Say what is left of a speed-up without a CUDA graph, if launching a step takes longer than running it.
 
     Args:
         step: microseconds of the steps in CUDA graphs, by name.
-        host: microseconds that launching them takes.
-        mine: the way.
-        base: what it is compared with.
+        host: microseconds to launch them.
+        mine: the run.
+        base: the run to compare with.
 
     Returns:
-        A sentence; None where the device is the slower of both, or launched so the way is as far ahead.
+        A sentence; None if the device takes longer than the host, or nothing of the speed-up is lost.
 
     Example:
         >>> say_host({"loka": 900.0, "bf16": 1200.0}, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
-        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md); cuda_graph=False chooses for steps that are launched so'
+        'this speed-up is for steps in CUDA graphs; launched kernel by kernel, a step takes 3.00 ms on the host alone (16-bit: 1.00 ms), about 0.40x: compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md); cuda_graph=False chooses for steps launched this way'
     """
     if host[mine] <= step[mine]:
         return None
@@ -372,6 +383,6 @@ def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, ba
     if theirs / ours >= step[base] / step[mine]:
         return None
     return (
-        f"this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes {host[mine] / 1000:.2f} ms of the host alone (16 bits: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
-        'compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md); cuda_graph=False chooses for steps that are launched so'
+        f"this speed-up is for steps in CUDA graphs; launched kernel by kernel, a step takes {host[mine] / 1000:.2f} ms on the host alone (16-bit: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
+        'compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md); cuda_graph=False chooses for steps launched this way'
     )
