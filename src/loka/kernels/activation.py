@@ -1,9 +1,10 @@
-"""The activations our kernels know, in plain torch: their names, their values, their slopes. `tile.activate` is the same on a tile in registers.
+"""The supported activations in plain torch: names, values and derivatives. `tile.activate` is the Triton version.
 
-    none z      relu max(z, 0)      leaky_relu max(z, 0.01 z)      tanh      sigmoid      silu z sigmoid(z)      hard_swish z clamp(z + 3, 0, 6) / 6
-    gelu z Phi(z)                   gelu_tanh z sigmoid(2 u),  u = sqrt(2 / pi) (z + 0.044715 z^3)
+    none z      relu max(z, 0)      leaky_relu max(z, 0.01 z)      tanh      sigmoid      silu z sigmoid(z)
+    hard_swish z clamp(z + 3, 0, 6) / 6      gelu z Phi(z)
+    gelu_tanh z sigmoid(2 u),  u = sqrt(2 / pi) (z + 0.044715 z^3)
 
-A kernel is told an activation by its place in `ACTIVATIONS`.
+Kernels identify an activation by its index in `ACTIVATIONS`.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ACTIVATIONS = ("none", "relu", "silu", "hard_swish", "gelu", "gelu_tanh", "tanh", "sigmoid", "leaky_relu")
-LEAK = 0.01  # of leaky_relu below zero, torch's default
+LEAK = 0.01  # leaky_relu's slope below zero, torch's default
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "none": torch.clone,
@@ -35,18 +36,18 @@ def check_activation(name: str) -> None:
 
 
 def activate(z: Tensor, name: str, slope: float = LEAK) -> Tensor:
-    """The activation of z by its name in ACTIVATIONS, in z's own type: a fresh tensor, also for "none"."""
+    """Apply an activation by name, in z's dtype. The result is a new tensor, also for "none"."""
     return F.leaky_relu(z, slope) if name == "leaky_relu" else _VALUES[name](z)
 
 
 def activation_slope(z: Tensor, name: str, slope: float = LEAK, *, from_output: bool = False) -> Tensor:
-    """d activate(z) / dz in closed form (torch.compile cannot trace a call of autograd), with torch's convention at the kinks.
+    """Return d activate(z) / dz in closed form, since torch.compile cannot trace autograd. Kinks follow torch.
 
     Args:
-        z: what the activation was applied to.
+        z: the activation's input.
         name: one of ACTIVATIONS.
-        slope: of leaky_relu below zero.
-        from_output: z is the activation's value already, for tanh and sigmoid.
+        slope: leaky_relu's slope below zero.
+        from_output: z is the activation's output instead (tanh and sigmoid).
 
     Returns:
         A tensor like z.

@@ -1,21 +1,25 @@
-"""Dropout as our kernels draw it: which elements are kept is a function of (seed, stream, row, column), so that backward, another kernel or a test draws the same.
+"""Dropout as a function of (seed, stream, row, column), so that backward, other kernels and tests draw the same mask.
 
     y = x * kept / (1 - p)
 
-    k0, k1  = philox(key = seed, counter = (row, stream))             64 bits for each row: far from free, and made once a row
-    w       = (k0 + column * 2^32 / golden ratio) * A                 a word of 32 bits times one of 31, for each element
-    h       = (high(w) ^ low(w) ^ k1) * B                             folded to 32 bits, and times an odd number modulo 2^32
-    kept    = h >= p 2^32                                             as signed numbers, against p 2^32 - 2^31: the same share
+    k0, k1  = philox(key = seed, counter = (row, stream))     64 random bits per row: expensive, so once per row
+    w       = (k0 + column * 2^32 / golden ratio) * A         a 32-bit word times a 31-bit one, per element
+    h       = (high(w) ^ low(w) ^ k1) * B                     folded to 32 bits, times an odd number modulo 2^32
+    kept    = h >= p 2^32                                     compared as signed words with p 2^32 - 2^31
 
-The seed is a tensor on the device, drawn from torch's generator once for a call of a chain: torch.manual_seed decides it, activation checkpointing draws it again, and a CUDA graph has a
-new one in every replay. The stream is the place of the layer in the chain.
+The seed is a tensor on the device, drawn from torch's generator once per call of a chain. So torch.manual_seed
+determines it, activation checkpointing draws the same seed again, and every replay of a CUDA graph gets a new one. The
+stream is the index of the layer in the chain.
 
-Philox for each element would take some fifty instructions in the epilogue of a GEMM, more than all else there; its four words for four neighbours would have to change threads. Here an
-element takes seven or eight. Rows have 64 random bits of their own, so that no two rows share their draws, shifted or not; within a row a counter runs through the mix. Over 2048 rows of 8192
-columns the power at every frequency, the correlation of a row with itself at every lag and its sum have the mean and the spread that independent draws have, for p from 0.02 to 0.8.
+Philox per element would take some fifty instructions in the epilogue of a GEMM, more than everything else there, and
+its four words for four neighbors would have to move between threads. Here an element takes seven or eight. Each row has
+64 random bits of its own, so no two rows share their draws, shifted or not; within a row a counter runs through the
+mix. Over 2048 rows of 8192 columns, the power at every frequency, the autocorrelation of a row at every lag and its sum
+have the mean and the spread of independent draws, for p from 0.02 to 0.8.
 
-A value in FP8 with a given scale is not multiplied: kept / (1 - p) is a choice between zero and the same code, and 1 / (1 - p) goes into the scale of the tensor. So the largest magnitudes, the
-scales that come from them and what saturates are those of the layer without dropout, whatever p is in this step.
+FP8 values with a given scale are not multiplied by 1 / (1 - p): a code is kept or becomes zero, and the factor goes
+into the tensor's scale. So the amax, the scales derived from it and saturation are those of the layer without dropout,
+whatever p is in this step.
 """
 
 from typing import NamedTuple
@@ -30,12 +34,12 @@ STRIDE, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
 
 class Dropout(NamedTuple):
-    """One draw.
+    """The parameters of one dropout mask.
 
     Args:
-        p: the share that is dropped, 0 <= p < 1.
-        seed: one int64 on the device of what is dropped.
-        stream: tells layers apart that share a seed.
+        p: the fraction that is dropped, 0 <= p < 1.
+        seed: one int64, on the device of the tensor that is dropped.
+        stream: distinguishes layers that share a seed.
     """
 
     p: float
@@ -44,7 +48,7 @@ class Dropout(NamedTuple):
 
 
 def check_p(p: float, where: str = "dropout") -> float:
-    """p itself, or ValueError: all dropped has no 1 / (1 - p)."""
+    """Return p, or raise ValueError. p = 1 is not supported: 1 / (1 - p) would be infinite."""
     if not 0.0 <= p < 1.0:
         raise ValueError(
             f"{where}: p is {p}, a chain draws with 0 <= p < 1; hint: loka.revert(model) runs the module itself"
@@ -53,22 +57,22 @@ def check_p(p: float, where: str = "dropout") -> float:
 
 
 def factor_of(p: float) -> float:
-    """What the kept ones are multiplied by."""
+    """Return the factor 1 / (1 - p) of the kept elements."""
     return 1.0 / (1.0 - p)
 
 
 def threshold_of(p: float) -> int:
-    """p as the kernels compare it: kept where the hash, a signed word, is not below."""
+    """Return p as a signed 32-bit threshold: an element is kept if its hash is not below it."""
     return min(round(p * 2**32), WORD) - 2**31
 
 
 def keep_mask(dropout: Dropout, rows: int | Tensor, columns: int) -> Tensor:
-    """Which elements are kept.
+    """Return the mask of kept elements.
 
     Args:
-        dropout: the draw.
-        rows: how many, or the numbers of some, int64 [n].
-        columns: how many.
+        dropout: the parameters of the mask.
+        rows: the number of rows, or the indices of some rows, int64 [n].
+        columns: the number of columns.
 
     Returns:
         bool [rows, columns].
@@ -86,38 +90,41 @@ def keep_mask(dropout: Dropout, rows: int | Tensor, columns: int) -> Tensor:
 
 
 def dropped(x: Tensor, dropout: Dropout | None) -> Tensor:
-    """x [M, N] with zeros where it is dropped, not yet multiplied by 1 / (1 - p). What is not finite stays so, as in torch."""
+    """Return x [M, N] with dropped elements set to 0, not yet multiplied by 1 / (1 - p).
+
+    A dropped NaN or Inf becomes NaN, as in torch.
+    """
     return x if dropout is None else x * keep_mask(dropout, x.shape[0], x.shape[1]).to(x.dtype)
 
 
 def draws(dropout: Dropout | None, device: torch.device) -> bool:
-    """Whether there is a draw; ValueError for one that cannot be made."""
+    """Return whether dropout applies; raise ValueError if its parameters are invalid."""
     if dropout is None:
         return False
     check_p(dropout.p)
     seed = dropout.seed
     if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
         raise ValueError(
-            f"the seed of a dropout is one int64 on {device}, got {tuple(seed.shape)} of {seed.dtype} on {seed.device}"
+            f"a dropout seed is one int64 on {device}, got {tuple(seed.shape)} of {seed.dtype} on {seed.device}"
         )
     return True
 
 
-# A draw as an op takes it, as its launcher has it, and as a kernel takes it.
+# The same parameters as arguments of a torch op, and as arguments of a Triton kernel.
 
 
 def taken_apart(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
-    """Seed, p and stream."""
+    """Return (seed, p, stream), as a torch op takes them."""
     return (None, 0.0, 0) if dropout is None else (dropout.seed, dropout.p, dropout.stream)
 
 
 def draw_from(seed: Tensor | None, p: float, stream: int) -> Dropout | None:
-    """The inverse."""
+    """Return the Dropout of a torch op's arguments: the inverse of `taken_apart`."""
     return None if seed is None else Dropout(p, seed, stream)
 
 
 def draw_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int, float, int]:
-    """Seed, threshold, factor and stream."""
+    """Return (seed, threshold, factor, stream), as a Triton kernel takes them."""
     if dropout is None:
         return None, 0, 1.0, 0
     return dropout.seed, threshold_of(dropout.p), factor_of(dropout.p), dropout.stream

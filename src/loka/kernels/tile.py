@@ -1,13 +1,14 @@
-"""The pieces our Triton kernels are made of: rounding, scales, activations, the order of tiles.
+"""Building blocks of our Triton kernels: rounding, scales, activations, dropout, tile order.
 
-They implement the law of loka.formats on a tile in registers, to the bit:
+They implement `loka.formats` bit for bit on a tile in registers:
 
     scale = max(amax / format_max, 2^-126), 1 where amax is 0            amax over the finite elements only
     q     = cast(x * (1 / scale)),  saturating; non-finite x stays visible (NaN, or Inf in E5M2)
 
-Triton's `/` is an approximate division, so scales are divided with a correction. The hardware cast rounds to nearest even and saturates, which would hide an Inf;
-hence the explicit select. Triton's CPU interpreter truncates on that cast instead, so under the interpreter (and for stochastic rounding, which no
-cast does) values are first rounded onto the grid with integer arithmetic and the cast is then exact.
+Triton's `/` is an approximate division, so scales are divided with a correction. The hardware cast rounds to nearest
+even and saturates, which would hide an Inf, hence the explicit select. Triton's CPU interpreter truncates instead. So
+under the interpreter (PREROUND), and for stochastic rounding, values are first rounded onto the FP8 grid with integer
+arithmetic, and the cast is then exact.
 """
 
 import triton
@@ -28,22 +29,25 @@ _ROUNDS, _STRIDE, _FIRST, _SECOND = (
 
 @triton.jit
 def finite_magnitude(x):
-    """|x|, with 0 in place of NaN and Inf: what an amax is taken over."""
+    """Return |x| with 0 in place of NaN and Inf, as an amax needs it."""
     magnitude = tl.abs(x)
     return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
 
 @triton.jit
 def larger(a, b):
-    """Maximum that keeps NaN."""
+    """Return the maximum, propagating NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def largest_magnitude(x, AXIS: tl.constexpr, PREROUND: tl.constexpr):
-    """max |x| along an axis; NaN where there is one. One instruction an element, and where it is finite it equals the amax of the law: a tile whose
-    maximum is finite can skip every check for special values, which is what makes a quantiser run at the speed of a copy. (The interpreter, which has no
-    fast path to choose and runs a custom reduction element by element, takes the law's amax.)"""
+    """Return max |x| along an axis, NaN if there is one.
+
+    It takes one instruction per element and equals the amax if it is finite. A tile whose maximum is finite can skip
+    every check for special values, which lets a quantizer run at the speed of a copy. The interpreter has no fast path
+    and runs custom reductions element by element, so it takes the amax over finite values instead.
+    """
     if PREROUND:
         return tl.max(finite_magnitude(x), AXIS)
     else:
@@ -52,9 +56,10 @@ def largest_magnitude(x, AXIS: tl.constexpr, PREROUND: tl.constexpr):
 
 @triton.jit
 def divided(x, DIVISOR: tl.constexpr):
-    """x / DIVISOR correctly rounded, in three instructions: a product with the rounded reciprocal, and one correction by its exact remainder.
+    """Return x / DIVISOR, correctly rounded, in three instructions.
 
-    An exact division is a dozen instructions and would cost a fused quantiser half its speed. (The interpreter's fma rounds twice, so it divides.)
+    It multiplies by the rounded reciprocal and corrects once by the exact remainder. An exact division takes a dozen
+    instructions and would cost a fused quantizer half its speed. The interpreter's fma rounds twice, so it divides.
     """
     divisor = tl.zeros_like(x) + DIVISOR
     if _INTERPRETED:
@@ -66,7 +71,7 @@ def divided(x, DIVISOR: tl.constexpr):
 
 @triton.jit
 def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
-    """Dequantise multiplier of a block."""
+    """Return the scale of a block (the dequantization multiplier) from its amax."""
     quotient = divided(amax, 57344.0) if E5M2 else divided(amax, 448.0)
     scale = tl.maximum(quotient, 1.1754943508222875e-38)
     if POW2:  # round up: add all mantissa bits, then clear them
@@ -77,7 +82,7 @@ def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def inverse(scale):
-    """1 / scale, correctly rounded, as the law has it; never infinite."""
+    """Return 1 / scale, correctly rounded and never infinite."""
     scale = tl.maximum(scale, 1.1754943508222875e-38)
     if _INTERPRETED:
         return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
@@ -87,8 +92,11 @@ def inverse(scale):
 
 @triton.jit
 def widened(x):
-    """A loaded tile as float32. Four bytes at a time become the low mantissa bits of 1024 in fp16, from which 1152 is taken away: exact, and at the full rate,
-    where the conversion of a byte has a quarter of it."""
+    """Convert a loaded tile to float32.
+
+    int8 goes four bytes at a time through fp16: the biased byte becomes the low mantissa bits of 1024, then 1152 is
+    subtracted. This is exact and runs at the full rate; the byte conversion instruction runs at a quarter of it.
+    """
     if x.dtype == tl.int8:
         if _INTERPRETED:
             return x.to(tl.float32)
@@ -124,8 +132,8 @@ def widened(x):
 
 @triton.jit
 def _round_to_grid(magnitude, noise, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Round finite magnitudes onto the FP8 grid with float32 arithmetic. `noise` is 32 random bits, used by stochastic rounding."""
-    DROPPED: tl.constexpr = 21 if E5M2 else 20  # mantissa bits float32 has more
+    """Round finite magnitudes onto the FP8 grid. `noise` is 32 random bits for stochastic rounding."""
+    DROPPED: tl.constexpr = 21 if E5M2 else 20  # mantissa bits that float32 has beyond FP8
     SUBNORMAL: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625  # smallest normal
     STEPS: tl.constexpr = 65536.0 if E5M2 else 512.0  # 1 / smallest subnormal
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -146,7 +154,7 @@ def _round_to_grid(magnitude, noise, E5M2: tl.constexpr, STOCHASTIC: tl.constexp
 def to_fp8(
     x, inv, noise, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr, BOUNDED: tl.constexpr = False
 ):
-    """Quantise x with the inverse scale (broadcast already). BOUNDED promises that x has no Inf (after a norm it cannot)."""
+    """Quantize x with the inverse scale, already broadcast. BOUNDED asserts that x has no Inf, as after a norm."""
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
     y = x * inv
     if STOCHASTIC or PREROUND:
@@ -154,7 +162,8 @@ def to_fp8(
         magnitude = tl.minimum(tl.abs(tl.where(finite, y, 0.0)), LARGEST)
         magnitude = tl.minimum(_round_to_grid(magnitude, noise, E5M2, STOCHASTIC), LARGEST)
         y = tl.where(finite, tl.where(y < 0, -magnitude, magnitude), float("nan"))
-    elif not BOUNDED:  # the cast saturates, keeps NaN, and would turn Inf into the largest value: Inf * 0 is NaN, a finite x adds a zero of its own sign
+    elif not BOUNDED:
+        # The cast keeps NaN but would saturate Inf. Inf * 0 is NaN; a finite x only adds a zero of its own sign.
         y = tl.fma(x, inv, x * 0.0)
     if E5M2:
         q = y.to(tl.float8e5)
@@ -164,7 +173,7 @@ def to_fp8(
             sign = tl.where(x < 0, 0x80, 0).to(tl.uint8)
             infinite = tl.abs(x) == float("inf")
             return tl.where(infinite, sign | 0x7C, q.to(tl.uint8, bitcast=True)).to(tl.float8e5, bitcast=True)
-    elif PREROUND:  # the interpreter also turns NaN into 384
+    elif PREROUND:  # the interpreter would cast NaN to 384
         bits = tl.where(y == y, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 0x7F)
         return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
@@ -173,15 +182,16 @@ def to_fp8(
 
 @triton.jit
 def nan_for_inf(x):
-    """E4M3 has no Inf, and the cast would saturate it."""
+    """Replace Inf by NaN: E4M3 has no Inf, and the cast would saturate it."""
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
 @triton.jit
 def pack_rows(y0, y1, y2, y3):
-    """Four scaled float32 tiles to E4M3, byte i of each word from tile i. Two conversions and a move for four elements; the cast saturates and keeps NaN.
+    """Cast four scaled float32 tiles to E4M3 and pack them into words: byte i of each word comes from tile i.
 
-    Written in PTX for speed, and because Triton 3.6 was seen to store wrong bytes when one FP8 tensor is used in two layouts (NOTES.md, 2026-11-15).
+    Two conversions and a move for four elements; the cast saturates and keeps NaN. Written in PTX for speed, and
+    because Triton 3.6 was seen to store wrong bytes when one FP8 tensor is used in two layouts (NOTES.md, 2026-11-15).
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
@@ -193,7 +203,7 @@ def pack_rows(y0, y1, y2, y3):
 def pack_rows_checked(
     x0, x1, x2, x3, inv, n0, n1, n2, n3, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr
 ):
-    """The same for tiles that may hold special values, or are rounded stochastically."""
+    """Like `pack_rows`, for unscaled tiles that may hold special values or are rounded stochastically."""
     b0 = to_fp8(x0, inv, n0, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
     b1 = to_fp8(x1, inv, n1, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
     b2 = to_fp8(x2, inv, n2, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
@@ -213,22 +223,26 @@ def _reciprocal(x, PREROUND: tl.constexpr):
 
 @triton.jit
 def sigmoid(z, PREROUND: tl.constexpr):
-    """1 / (1 + e^-z) with two special-function instructions; Triton's own divides exactly, which costs more than the rest of a norm."""
+    """Return 1 / (1 + e^-z), with two special-function instructions.
+
+    Triton's own sigmoid divides exactly, which costs more than the rest of a norm.
+    """
     return _reciprocal(1.0 + tl.exp2(z * -1.4426950408889634), PREROUND)
 
 
 @triton.jit
 def tanh(z, PREROUND: tl.constexpr):
-    """2 sigmoid(2z) - 1, and its series near zero, where the difference would lose every digit."""
+    """Return 2 sigmoid(2z) - 1, or its series near zero, where the difference would lose every digit."""
     return tl.where(tl.abs(z) < 0.02, z * (1.0 - z * z * (1.0 / 3.0)), 2.0 * sigmoid(2.0 * z, PREROUND) - 1.0)
 
 
 @triton.jit
 def _normal_tail(z, PREROUND: tl.constexpr):
-    """(P(X > |z|), e^(-z^2 / 2)) for a normal X, by a rational approximation of erfc with an absolute error of 1e-7 (Abramowitz and Stegun 7.1.26).
+    """Return (P(X > |z|), e^(-z^2 / 2)) for a standard normal X.
 
-    A dozen instructions, two of them special functions; the library's erf is three times that, and most of the epilogue of a GELU layer. The exponential is also the
-    density that the derivative needs.
+    Uses a rational approximation of erfc with an absolute error of 1e-7 (Abramowitz and Stegun 7.1.26): a dozen
+    instructions, two of them special functions. The library's erf takes three times that, most of the epilogue of a
+    GELU layer. The exponential is also the density that the derivative needs.
     """
     t = _reciprocal(1.0 + 0.23164189 * tl.abs(z), PREROUND)
     bell = tl.exp2(z * z * -0.7213475204444817)
@@ -238,13 +252,13 @@ def _normal_tail(z, PREROUND: tl.constexpr):
 
 @triton.jit
 def _gelu_exponent(z):
-    """v in gelu_tanh(z) = z sigmoid(v): v = 2 sqrt(2 / pi) (z + 0.044715 z^3), since tanh(u) = 2 sigmoid(2u) - 1."""
+    """Return v = 2 sqrt(2 / pi) (z + 0.044715 z^3), so that gelu_tanh(z) = z sigmoid(v)."""
     return z * (1.5957691216057308 + 0.07135481282636447 * z * z)
 
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE: tl.constexpr = 0.01):
-    """The activation of a pre-activation, by its place in fused_linear's ACTIVATIONS. NaN stays NaN."""
+    """Apply the activation with this index in `loka.kernels.activation.ACTIVATIONS`. NaN stays NaN."""
     if ACTIVATION == 1:
         return larger(z, 0.0)
     elif ACTIVATION == 2:
@@ -268,7 +282,10 @@ def activate(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE: tl.cons
 
 @triton.jit
 def activation_slope(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE: tl.constexpr = 0.01):
-    """d activate(z) / dz. At a kink torch's convention: relu'(0) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1, leaky_relu'(0) = SLOPE."""
+    """Return d activate(z) / dz.
+
+    Kinks follow torch: relu'(0) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1, leaky_relu'(0) = SLOPE.
+    """
     if ACTIVATION == 1:
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == 2:
@@ -292,7 +309,7 @@ def activation_slope(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE:
 
 @triton.jit
 def slope_from_output(y, ACTIVATION: tl.constexpr):
-    """The derivative of tanh and sigmoid, from their value."""
+    """Return the derivative of tanh or sigmoid from the activation's output y."""
     if ACTIVATION == 6:
         return 1.0 - y * y
     else:
@@ -301,7 +318,11 @@ def slope_from_output(y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def drawn(seed, row, column, stream, threshold, factor):
-    """`factor` where dropout keeps an element of a tile, 0 where it drops it, by the law of `loka.kernels.dropout`: rows and columns of the whole matrix, and `threshold_of(p)`."""
+    """Return a tile of dropout multipliers: `factor` where an element is kept, 0 where it is dropped.
+
+    Draws as `loka.kernels.dropout` defines: row and column are indices into the whole matrix, threshold is
+    `threshold_of(p)`.
+    """
     zero = tl.zeros(row.shape, tl.uint32)
     k0, k1, _, _ = tl.philox(seed, zero + row.to(tl.uint32), zero + stream.to(tl.uint32), zero, zero, _ROUNDS)
     wide = (k0[:, None] + (column.to(tl.uint32) * _STRIDE)[None, :]).to(tl.uint64) * _FIRST
@@ -311,7 +332,7 @@ def drawn(seed, row, column, stream, threshold, factor):
 
 @triton.jit
 def tile_order(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Walk tiles in groups of GROUP_M rows, so that neighbouring programs share operands in L2."""
+    """Return (tile_m, tile_n) of a tile index, in groups of GROUP_M rows so that neighbors share operands in L2."""
     per_group = GROUP_M * num_n
     first = (tile // per_group) * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
@@ -320,8 +341,8 @@ def tile_order(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, PREROUND: tl.constexpr):
-    """A product of two blocks of 16 bits, in float32."""
-    if PREROUND:  # the interpreter multiplies the bits of bf16 numbers
+    """Return the float32 product of two 16-bit blocks."""
+    if PREROUND:  # the interpreter would multiply the bit patterns of bf16 values
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         return tl.dot(a, b)

@@ -1,6 +1,7 @@
-"""Where our Triton kernels run, in a form torch.compile can trace.
+"""Check where our Triton kernels run, in a form that torch.compile can trace.
 
-Its own file, and not part of `backend`, because the decorator below imports torch._dynamo, and with it Triton: `import loka.kernels` must not.
+Not part of `backend`, because the decorator below imports torch._dynamo and with it Triton, which `import loka.kernels`
+must not do.
 """
 
 from functools import cache
@@ -11,13 +12,13 @@ from loka.kernels.backend import YES, Verdict, no, require_library
 
 
 def triton_runs_on(device: torch.device) -> Verdict:
-    """Whether our Triton FP8 kernels run here: a GPU with FP8 tensor cores, or Triton's interpreter for tests on the CPU."""
+    """Check whether our FP8 kernels run here: on a GPU with FP8 tensor cores, or in Triton's interpreter on the CPU."""
     reason = _triton_refusal(device.type, -1 if device.index is None else device.index)
     return no(reason) if reason else YES
 
 
 def triton_multiplies_on(device: torch.device, *, bf16: bool) -> Verdict:
-    """The same for kernels that know no FP8: any GPU. `bf16`: whether they multiply bf16 numbers, which the interpreter cannot."""
+    """Like `triton_runs_on`, for kernels without FP8: any GPU. `bf16`: they multiply bf16; the interpreter cannot."""
     reason = _plain_refusal(device.type, bf16)
     return no(reason) if reason else YES
 
@@ -36,7 +37,7 @@ def _plain_refusal(kind: str, bf16: bool) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _triton_refusal(kind: str, index: int) -> str:
-    """Why not, or "": a string, so that torch.compile takes it as a constant and does not trace an import."""
+    """Return the reason or "". A string, so that torch.compile takes it as a constant and traces no import."""
     return _find_triton_refusal(kind, index)
 
 

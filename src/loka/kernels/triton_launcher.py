@@ -1,21 +1,27 @@
-"""Launch a Triton kernel with little work of the host.
+"""Launch Triton kernels with little host time.
 
-`kernel[grid](...)` binds its arguments, asks of each what the kernel could be specialised for, joins the answers into a string, looks the compiled kernel up by it, and encodes every TMA
-descriptor: 100 us of Python and more for kernels like ours, whose forty arguments are mostly constants. A GPU that waits for the host waits for that. Here the compiled kernel is found by the few facts
-that can differ between two calls of a program:
+`kernel[grid](...)` binds the arguments, computes the specialization of each, joins these into a string, looks the
+compiled kernel up by it, and encodes every TMA descriptor. For kernels like ours, whose forty arguments are mostly
+constants, that takes 100 us of Python and more, while the GPU may be waiting for the host. Here the compiled kernel is
+found by the few facts that can differ between two calls of a program:
 
-    tensor       its type, and whether it starts at a multiple of 16 bytes
-    descriptor   the type of its tensor, and the block
-    number       whether it is 1, a multiple of 16, and how many bits it needs; of floats nothing
+    tensor       its dtype, and whether it starts at a multiple of 16 bytes
+    descriptor   the dtype of its tensor, and the block
+    integer      whether it is 1, a multiple of 16, and how many bits it needs
+    float        nothing
     constant     its value
 
-Triton specialises for no more than that on NVIDIA's GPUs; a call that differs in any of it goes to Triton, which compiles or finds the kernel, and is remembered. An argument of any other kind (a tuple,
-a NumPy number) makes a launch that Triton alone does. Triton's settings (`TRITON_DEBUG`, instrumentation) count where a kernel is launched first: what was compiled before they changed stays.
+On NVIDIA GPUs Triton specializes for nothing else. A call that differs in any of these goes through Triton, which
+compiles or finds the kernel, and is cached. A launch with any other kind of argument (a tuple, a NumPy number) always
+goes through Triton. Triton's settings (`TRITON_DEBUG`, instrumentation) take effect at the first launch of a kernel:
+changing them later does not affect kernels that are already compiled.
 
-A compiled kernel keeps the tensor maps that Triton made of descriptors, and gets them again where all that they are made of is the same: the kernel and the place of the argument (which decide
-type, block, swizzle, GPU), address, sizes, strides, and what else a descriptor says. A map holds no memory, only where it lies: weights stay, and torch's allocator hands out the same addresses step
-after step. The launch itself is Triton's, with addresses in place of tensors. Where hooks are installed (a profiler's), or Triton is built in another way than the releases this was written
-for (3.6 and 3.7), all of it is left to Triton.
+A compiled kernel caches the tensor maps that Triton encoded from descriptors. A map is reused if everything it is made
+of is the same: the kernel and the argument's position (which determine dtype, block, swizzle and GPU), the address,
+sizes, strides and the remaining fields of the descriptor. A map owns no memory, it only refers to it: weights stay in
+place, and torch's allocator returns the same addresses step after step. The launch itself is Triton's, with addresses
+instead of tensors. If launch hooks are installed (by a profiler), or Triton's internals differ from the releases this
+was written for (3.6 and 3.7), everything is left to Triton.
 """
 
 import inspect
@@ -31,20 +37,25 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_MOST = 4096  # launches that a kernel remembers, maps that a compiled one does: a program with more shapes than that starts anew
+_CACHE_LIMIT = 4096  # entries of each cache below, which is cleared when it is full
 _runtime, _driver = triton.knobs.runtime, triton.runtime.driver
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_manner = attrgetter(*(field.name for field in fields(TensorDescriptor)[4:]))  # padding, and what later versions add
+_other_fields = attrgetter(
+    *(field.name for field in fields(TensorDescriptor)[4:])
+)  # padding, and fields that later versions add
 
 
 def quick(kernel: Any) -> Any:
-    """A kernel that is launched like before, `kernel[grid](*arguments, num_warps=...)`, in less time from the second launch on.
+    """Wrap a Triton kernel so that its launches take less host time from the second one on.
+
+    The kernel is still launched as `kernel[grid](*arguments, num_warps=...)`.
 
     Args:
-        kernel: of `triton.jit`; one that other kernels call must not be wrapped.
+        kernel: made by `triton.jit`. A function that other kernels call must not be wrapped.
 
     Returns:
-        What launches it. Under Triton's interpreter, and on AMD's GPUs, where Triton asks for the size of tensors too, the kernel itself.
+        The wrapped kernel. The kernel itself under Triton's interpreter, and on AMD GPUs, where Triton also specializes
+        for the size of tensors.
 
     Example:
         >>> @quick
@@ -56,26 +67,26 @@ def quick(kernel: Any) -> Any:
 
 
 class Quick:
-    """A kernel and what was compiled of it.
+    """A Triton kernel and its compiled variants.
 
     Args:
-        kernel: of `triton.jit`.
+        kernel: made by `triton.jit`, with all constexpr parameters last.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.jitted = kernel
         constant = [bool(parameter.is_constexpr) for parameter in kernel.params]
         self._arguments = len(constant)
-        self._first = constant.index(True) if True in constant else len(constant)  # of the constants, which come last
+        self._first = constant.index(True) if True in constant else len(constant)  # index of the first constant
         if not all(constant[self._first :]):
-            raise ValueError(f"{kernel}: expected the constants behind all other arguments")
+            raise ValueError(f"{kernel}: expected the constexpr parameters after all others")
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """As of a kernel."""
+        """Return a function that launches the kernel on this grid."""
 
         def launch(*args: Any, **options: Any) -> None:
             plain = list(args)
@@ -84,25 +95,26 @@ class Quick:
             if found is not None:
                 found.launch(grid, args, plain, described)
                 return
-            _check(args)
+            _check_descriptors(args)
             made = self.jitted[grid](*args, **options)
             if made is not None and key is not None and len(args) == self._arguments:
-                if len(self._compiled) >= _MOST:
+                if len(self._compiled) >= _CACHE_LIMIT:
                     self._compiled.clear()
                 self._compiled[key] = Compiled(made)
 
         return launch
 
     def read(self, args: list[Any], options: dict[str, Any]) -> tuple[tuple[Any, ...] | None, list[tuple[Any, ...]]]:
-        """What decides which compiled kernel runs, and what decides its tensor maps.
+        """Return the cache key of a launch, and the keys of its tensor maps.
 
         Args:
-            args: of the launch, constants included; tensors on a GPU are replaced by their addresses, as Triton's launcher would ask for them.
-            options: of the launch.
+            args: the arguments of the launch, constants included. GPU tensors are replaced by their addresses in place,
+                as Triton's launcher takes them.
+            options: the keyword options of the launch.
 
         Returns:
-            A key that is equal only for two launches of one compiled kernel, None where an argument is of a kind that is not known here. And for every descriptor its place among the
-            arguments, address, sizes, strides and manner.
+            A key that is equal only for launches of the same compiled kernel, None if an argument is of an unknown
+            kind. For every descriptor: its position among the arguments, address, sizes, strides and other fields.
         """
         first = self._first
         key: list[Any] = [_current_device(), *args[first:], *options.items()]
@@ -111,20 +123,20 @@ class Quick:
         for i, arg in enumerate(args[:first]):
             kind = type(arg)
             if kind is int:
-                add(_kinds.get(arg) or _kind_of(arg))
+                add(_integer_kinds.get(arg) or _integer_kind(arg))
             elif arg is None:
                 add(None)
             elif isinstance(arg, Tensor):
                 address = arg.data_ptr()
                 add(arg.dtype)
                 add(address & 15 == 0)
-                if arg.is_cuda:  # others Triton examines: pinned memory it takes, and the host's it refuses
+                if arg.is_cuda:  # Triton checks the others: it accepts pinned host memory and rejects pageable memory
                     args[i] = address
             elif kind is TensorDescriptor:
                 base = arg.base
                 add(base.dtype)
                 add(tuple(arg.block_shape))
-                described.append((i, base.data_ptr(), *arg.shape, *arg.strides, _manner(arg)))
+                described.append((i, base.data_ptr(), *arg.shape, *arg.strides, _other_fields(arg)))
             elif kind is float or kind is bool:
                 add(kind)
             else:
@@ -133,48 +145,51 @@ class Quick:
 
 
 class Compiled:
-    """A compiled kernel, and the tensor maps that it was launched with.
+    """A compiled kernel and a cache of the tensor maps that it was launched with.
 
     Args:
-        kernel: `CompiledKernel` of Triton.
+        kernel: Triton's `CompiledKernel`.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._launcher, self._facts = _taken_apart(kernel)
+        self._launcher, self._descriptor_meta = _take_launcher_apart(kernel)
         self._maps: dict[tuple[Any, ...], list[Any]] = {}
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], plain: list[Any], described: list[tuple[Any, ...]]) -> None:  # fmt: skip
-        """Run it.
+        """Launch the kernel.
 
         Args:
-            grid: one to three numbers.
-            args: as Triton takes them.
-            plain, described: of `Quick.read`.
+            grid: one to three sizes.
+            args: the arguments as Triton takes them.
+            plain, described: the arguments after `Quick.read`, and what it returned for the descriptors.
         """
         grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        if self._launcher is None or _watched():
-            _check(args)
+        if self._launcher is None or _has_launch_hooks():
+            _check_descriptors(args)
             self.kernel[grid](*args)
             return
-        for one in reversed(described):  # what a descriptor becomes is longer: from the last one on, places stay right
-            at = one[0]
-            plain[at : at + 1] = self._maps.get(one) or self._encode(one, args[at])
+        for key in reversed(described):  # a descriptor expands to several arguments; last first keeps positions valid
+            position = key[0]
+            plain[position : position + 1] = self._maps.get(key) or self._encode(key, args[position])
         active, kernel = _driver.active, self.kernel
         stream = active.get_current_stream(_current_device())
         self._launcher(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *plain)
 
-    def _encode(self, described: tuple[Any, ...], descriptor: TensorDescriptor) -> list[Any]:
-        """Triton's arguments of a descriptor: a tensor map, sizes and strides. Where there is no TMA it is the tensor itself, which must not be kept."""
+    def _encode(self, key: tuple[Any, ...], descriptor: TensorDescriptor) -> list[Any]:
+        """Return the arguments that Triton makes of a descriptor: a tensor map, sizes and strides.
+
+        Without TMA they contain the tensor itself, which must not be cached.
+        """
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        _check((descriptor,))
-        facts = self._facts[described[0]]
-        made: list[Any] = make_tensordesc_arg(descriptor, facts)
-        if facts is not None:
-            if len(self._maps) >= _MOST:
+        _check_descriptors((descriptor,))
+        meta = self._descriptor_meta[key[0]]
+        made: list[Any] = make_tensordesc_arg(descriptor, meta)
+        if meta is not None:
+            if len(self._maps) >= _CACHE_LIMIT:
                 self._maps.clear()
-            self._maps[described] = made
+            self._maps[key] = made
         return made
 
 
@@ -182,8 +197,11 @@ _LAUNCHER = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
 _HOOKS = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
 
 
-def _taken_apart(kernel: Any) -> tuple[Any, dict[int, Any]]:
-    """Triton's launcher without the step before it that encodes descriptors, and what that step knows of each, by its place; (None, {}) where this is not how Triton is built."""
+def _take_launcher_apart(kernel: Any) -> tuple[Any, dict[int, Any]]:
+    """Return Triton's launcher without its step that encodes descriptors, and that step's metadata by position.
+
+    Returns (None, {}) if Triton's internals are not as expected.
+    """
     launcher: Any = getattr(kernel, "run", None)
     launch = getattr(launcher, "launch", None)
     if launch is None or not hasattr(kernel, "packed_metadata") or not hasattr(kernel, "function"):
@@ -202,24 +220,24 @@ def _taken_apart(kernel: Any) -> tuple[Any, dict[int, Any]]:
     return bare, dict(zip(sorted(known["tensordesc_indices"]), known["tensordesc_meta"], strict=True))
 
 
-def _watched() -> bool:
-    """Whether somebody wants to be told of launches, and is given Triton's own account of them."""
+def _has_launch_hooks() -> bool:
+    """Return True if a launch hook is installed; such launches go through Triton, which calls the hooks."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))  # fmt: skip
 
 
-def _check(args: tuple[Any, ...]) -> None:
-    """The checks of descriptors that `describe` leaves out."""
+def _check_descriptors(args: tuple[Any, ...]) -> None:
+    """Run the checks of descriptors that `describe` skips."""
     for arg in args:
         if type(arg) is TensorDescriptor:
             arg.__post_init__()
 
 
-_kinds: dict[int, int] = {}
+_integer_kinds: dict[int, int] = {}
 
 
-def _kind_of(number: int) -> int:
-    """What Triton asks of a number: whether it is 1, a multiple of 16, and how many bits it needs. Never 0."""
+def _integer_kind(number: int) -> int:
+    """Return Triton's specialization of an integer as a nonzero code: is it 1, a multiple of 16, how many bits."""
     bits = (number if number >= 0 else ~number).bit_length()  # -2**31 still is an int32
     found = (
         1
@@ -230,21 +248,23 @@ def _kind_of(number: int) -> int:
         + 32 * (number < 0)
         + 64 * (bits > 64)
     )
-    if len(_kinds) >= _MOST:  # seeds, and rows of ragged batches
-        _kinds.clear()
-    _kinds[number] = found
+    if len(_integer_kinds) >= _CACHE_LIMIT:  # seeds and the row counts of ragged batches are unbounded
+        _integer_kinds.clear()
+    _integer_kinds[number] = found
     return found
 
 
 def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """A matrix for TMA, without the checks that `TensorDescriptor.from_tensor` makes every time; a quick kernel makes them where the matrix is new to it.
+    """Return a TMA descriptor of a matrix, without the checks of `TensorDescriptor.from_tensor`.
+
+    A `quick` kernel runs those checks the first time it sees the matrix.
 
     Args:
-        x: two dimensions, rows of which start at multiples of 16 bytes.
-        block: rows and columns that a program reads at once.
+        x: a matrix whose rows start at multiples of 16 bytes.
+        block: the rows and columns that a program loads at once.
 
     Returns:
-        The argument of a kernel.
+        A kernel argument.
     """
     made = _new(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = x, x.shape, x.stride(), block
