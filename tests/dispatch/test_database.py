@@ -244,7 +244,7 @@ def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
     connection.execute("CREATE TABLE songs (name TEXT)")
     connection.commit()
     connection.close()
-    with pytest.raises(ValueError, match="somebody else's database: it holds songs"):
+    with pytest.raises(ValueError, match="not a loka database: it holds songs"):
         Database.open(foreign)
     with pytest.raises(ValueError, match="there is no performance database"):
         Database.open(tmp_path / "missing.sqlite", create=False)

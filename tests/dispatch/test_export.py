@@ -199,7 +199,7 @@ def test_llm_compressors_yaml_is_yaml() -> None:
 
 def test_llm_compressor_is_given_no_block_that_does_not_fit() -> None:
     text = to_llm_compressor(shaped("blocks", 256, 13))
-    assert "# left in high precision: blocks: K 256, N 13: FP8_BLOCK wants multiples of 128" in text
+    assert "# left in high precision: blocks: K 256, N 13: FP8_BLOCK requires multiples of 128" in text
     assert "FP8_BLOCK: [" not in text
     assert "'re:^blocks$'" in text  # ignored
 
@@ -233,7 +233,7 @@ def test_modelopt_gets_the_plans_scales_and_everything_else_is_off() -> None:
     for name in ("kept", "blocks", "unknown", "xrows", "rows.20", "head.rows"):  # not in FP8, or not in the plan
         for part in ("weight_quantizer", "input_quantizer", "output_quantizer"):
             assert applied(entries, f"{name}.{part}") is None
-    assert "# left in high precision: blocks: e4m3:1x128 @ e4m3:128x128 cannot be said to ModelOpt" in to_modelopt(
+    assert "# left in high precision: blocks: e4m3:1x128 @ e4m3:128x128 cannot be expressed in ModelOpt" in to_modelopt(
         plan()
     )
 

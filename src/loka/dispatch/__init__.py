@@ -1,4 +1,4 @@
-"""dispatch: which kernel runs, and why. Recipes, performance database, policy, Plan. Never computes."""
+"""dispatch: decides which kernel runs, and why. Recipes, performance database, policy, plan checks and exports."""
 
 from loka.dispatch.database import Database, Machine, bucket_of
 from loka.dispatch.export import export

@@ -1,18 +1,19 @@
-"""A budget for the whole model: the fastest set of sites whose measured effects on the end metric stay within a bound.
+"""A metric budget: the fastest set of sites whose measured effects on the end metric stay within a bound.
 
-Each site has an effect, the upper end of the relative change of the end metric with that site alone in low precision (`Site.metric_change`; a loss, so
-more is worse), and a saving. Effects are summed; an upper end under zero counts as zero, since an improvement by rounding noise is not to be spent
-elsewhere. Choosing sites is a knapsack:
+Each site has a saving and an effect: the upper end of the relative change of the end metric with that site alone in low
+precision (`Site.metric_change`; a loss, so more is worse). Effects are summed. An upper end below zero counts as zero,
+since an improvement by rounding noise must not pay for other sites. Choosing sites is a knapsack:
 
-    maximise  sum of savings    subject to    sum of effects <= bound
+    maximize  sum of savings    subject to    sum of effects <= bound
 
-solved exactly by keeping, site after site, every (effect, saving) pair that no other pair beats in both. Where that list grows beyond `MAX_STATES`
-effects are rounded *up* to a grid of bound / 10 000 first, which can only make the answer more careful.
+solved exactly by keeping, site by site, the Pareto front of (effect, saving) pairs. If the front grows beyond
+`MAX_STATES`, effects are rounded *up* to a grid of bound / 10 000, which can only make the answer more conservative.
 
-The sum is an assumption: errors of several sites may cancel or feed each other. So the set is a proposal until somebody measures it jointly
-(`verify`), and a plan says which of the two it is. A set that goes beyond the bound when measured together is given up for a smaller one: first the sum is
-tightened, then, since sites that cost nothing alone may cost something together, those go too, half of them at a time, the ones with the largest upper end
-first. The empty set changes nothing and is always within the bound: it is where this ends when nothing else is.
+The sum is an assumption: errors of several sites may cancel or amplify each other. So the set is a proposal until it is
+measured jointly (`verify`), and the plan says which of the two it is. A set that exceeds the bound when measured
+together is replaced by a smaller one: first the bound on the sum is tightened. Then, since sites that cost nothing
+alone may cost something together, those are dropped too, half of them at a time, largest upper end first. The empty set
+changes nothing and is the last resort.
 """
 
 import math
@@ -28,12 +29,12 @@ Verify = Callable[[Plan], Interval]  # measures the relative change of the end m
 
 MAX_STATES = 20_000
 GRID = 10_000
-MAX_ROUNDS = 12  # joint measurements; the sum is tightened in the first half of them, then only sites that cost nothing alone are left
+MAX_ROUNDS = 12  # joint measurements; in the second half only sites that cost nothing alone are left
 
 
 @dataclass(frozen=True)
 class Item:
-    """One site: what converting it does to the end metric, and what it saves. Any unit of saving, the same for all."""
+    """One site: its effect on the end metric and its saving, in any unit that is the same for all sites."""
 
     name: str
     effect: float
@@ -45,7 +46,7 @@ class Item:
 
 
 def choose_items(items: Sequence[Item], bound: float) -> list[str]:
-    """Names of the items with the largest total saving whose effects sum to at most the bound; in the order given."""
+    """Return the names of the items with the largest total saving whose effects sum to at most the bound."""
     if not (math.isfinite(bound) and bound >= 0):
         raise ValueError(f"the bound of the metric's change is {bound}, expected 0 or more")
     free = {item.name for item in items if item.effect <= 0 and item.saving > 0}
@@ -55,21 +56,21 @@ def choose_items(items: Sequence[Item], bound: float) -> list[str]:
 
 
 def _solve(items: Sequence[Item], bound: float) -> set[str]:
-    """Pareto states (effect, saving, chosen), cheapest first; each state's saving exceeds those of all cheaper ones."""
+    """Solve the knapsack over Pareto states (effect, saving, names), sorted by effect and thus by saving."""
     states: list[tuple[float, float, tuple[str, ...]]] = [(0.0, 0.0, ())]
     step = bound / GRID
     for item in sorted(items, key=lambda i: i.effect / i.saving):
         coarse = len(states) > MAX_STATES and step > 0
         effect = math.ceil(item.effect / step) * step if coarse else item.effect
         added = [(e + effect, s + item.saving, (*names, item.name)) for e, s, names in states if e + effect <= bound]
-        states = _undominated(sorted([*states, *added], key=lambda state: (state[0], -state[1])))
+        states = _pareto_front(sorted([*states, *added], key=lambda state: (state[0], -state[1])))
         if coarse:
-            states = _undominated([(math.ceil(e / step) * step, s, names) for e, s, names in states])
+            states = _pareto_front([(math.ceil(e / step) * step, s, names) for e, s, names in states])
             states = [state for state in states if state[0] <= bound]
     return set(states[-1][2])
 
 
-def _undominated(ordered: list[tuple[float, float, tuple[str, ...]]]) -> list[tuple[float, float, tuple[str, ...]]]:
+def _pareto_front(ordered: list[tuple[float, float, tuple[str, ...]]]) -> list[tuple[float, float, tuple[str, ...]]]:
     kept: list[tuple[float, float, tuple[str, ...]]] = []
     for state in ordered:
         if not kept or state[1] > kept[-1][1]:
@@ -81,12 +82,12 @@ def _undominated(ordered: list[tuple[float, float, tuple[str, ...]]]) -> list[tu
 
 @dataclass(frozen=True)
 class Spent:
-    """What a search came to."""
+    """The result of a search."""
 
-    chosen: frozenset[str]  # names of what may run in low precision, told ones included
-    first: frozenset[str]  # what the effects alone would have chosen
-    change: Interval | None  # of the end metric with all of it, where it was measured together
-    notes: list[str]  # what was given up, and what was measured
+    chosen: frozenset[str]  # sites that may run in low precision, including those fixed by the caller
+    first: frozenset[str]  # the set chosen by single effects alone
+    change: Interval | None  # of the end metric with all chosen sites together; None if not measured
+    notes: list[str]  # the sets that were given up, and what was measured
 
 
 def search(
@@ -97,20 +98,21 @@ def search(
     told: Mapping[str, float] | None = None,
     suspicion: Mapping[str, float] | None = None,
 ) -> Spent:
-    """The items with the largest total saving that stay within a bound on the end metric, measured together where that can be done.
+    """Find the items with the largest total saving that stay within a bound on the end metric.
 
     Args:
-        items: what may be chosen, with effects measured one at a time.
-        bound: relative change of the end metric.
-        measure: the change with a set of items at once; None proposes a set by its sum alone.
-        told: items that are chosen whatever happens, with their effects.
-        suspicion: upper ends of the effects, below zero too; the highest go first when nothing that costs something alone is left.
+        items: the items to choose from, with effects measured one at a time.
+        bound: largest allowed relative change of the end metric.
+        measure: measures the change with a set of items together; None proposes a set by its sum alone.
+        told: items that are always chosen, with their effects.
+        suspicion: upper ends of the effects, negative ones included. The highest are dropped first once only items that
+            cost nothing alone are left.
 
     Returns:
-        The set; empty where none that was measured stays within the bound.
+        The set; empty if no measured set stays within the bound.
 
     Raises:
-        ValueError: what was told does not stay within the bound.
+        ValueError: the items in `told` alone exceed the bound.
     """
     told, suspicion = told or {}, suspicion or {}
     effects = {**{item.name: item.effect for item in items}, **told}
@@ -120,7 +122,10 @@ def search(
     first = frozenset((*choose_items(left, limit), *told))
     if measure is None:
         return Spent(
-            first, first, None, [f"{_spell(effects, first, bound)}; not measured together: verify before trusting it"]
+            first,
+            first,
+            None,
+            [f"{_describe_sum(effects, first, bound)}; not measured together: verify before trusting it"],
         )
     for number in range(MAX_ROUNDS):
         chosen = frozenset((*choose_items(left, limit), *told))
@@ -129,13 +134,13 @@ def search(
         joint = measure(chosen)
         seen = f"measured together: {joint:+.3%}"
         if joint.high <= bound:
-            return Spent(chosen, first, joint, [*notes, f"{_spell(effects, chosen, bound)}; {seen}"])
+            return Spent(chosen, first, joint, [*notes, f"{_describe_sum(effects, chosen, bound)}; {seen}"])
         notes.append(f"a set of {len(chosen)} sites was given up: {seen}, beyond {bound:.3%}")
         if chosen == told.keys():
             raise ValueError(f"the sites overrides convert do not stay within {bound:.3%} when measured together: " + "; ".join(notes))  # fmt: skip
         spent = sum(effects[name] for name in chosen) - fixed
         if number == MAX_ROUNDS - 2:
-            left = []  # the last measurement is for what was told
+            left = []  # the last measurement is for `told` alone
         elif spent > 0:
             limit = spent * min(0.5, bound / joint.high) if number < MAX_ROUNDS // 2 else 0.0
         else:
@@ -145,24 +150,24 @@ def search(
 
 
 def _drop_suspects(items: list[Item], suspicion: Mapping[str, float]) -> list[Item]:
-    """Half of the sites, without the most suspicious. Gradients alone do not reach the metric and go last."""
+    """Keep half of the sites, those with the lowest suspicion. Sites with only gradients quantized are kept longest."""
     ranked = sorted(items, key=lambda item: (suspicion.get(item.name, -math.inf), -item.saving))
     return ranked[: len(ranked) // 2]
 
 
-def _spell(effects: Mapping[str, float], chosen: frozenset[str], bound: float) -> str:
+def _describe_sum(effects: Mapping[str, float], chosen: frozenset[str], bound: float) -> str:
     total = sum(effects[name] for name in chosen)
     return f"effects measured one site at a time sum to at most {total:.3%} of the end metric, bound {bound:.3%}"
 
 
 def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None = None) -> Plan:
-    """Keep the fastest sites of a plan within a budget; the others go back to high precision, with the reason.
+    """Keep the fastest sites of a plan within a budget; the others return to high precision, with the reason.
 
-    Sites an override converted stay and are paid for first. Only the forward product reaches the metric of a trained model, so a site that quantises
-    gradients alone costs nothing here.
+    Sites converted by an override stay and use up the budget first. Only the forward product reaches the metric of a
+    trained model, so a site that quantizes gradients alone costs nothing here.
     """
     evidence = {site.name: site for site in report.sites}
-    told = [site for site in plan.sites if _is_told(site)]
+    told = [site for site in plan.sites if _is_overridden(site)]
     free = [site for site in plan.sites if any(c.quantized for c in site.choices) and site not in told]
     effects = {site.site: _effect(evidence[site.site], site) for site in (*told, *free)}
     unknown = [site.site for site in told if effects[site.site] is None]
@@ -193,7 +198,7 @@ def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None =
 
 
 def _restrict(plan: Plan, spent: Spent, effects: Mapping[str, float | None], bound: float) -> Plan:
-    """The plan with only what was chosen; every other site goes back to high precision, with the reason."""
+    """Return the plan with only the chosen sites converted; the others return to high precision, with the reason."""
 
     def explain(name: str) -> str:
         effect = effects[name]
@@ -204,31 +209,31 @@ def _restrict(plan: Plan, spent: Spent, effects: Mapping[str, float | None], bou
         return f"it may change the end metric by {effect:.3%}; the bound of {bound:.3%} is better spent on other sites"
 
     sites = [
-        site if site.site in spent.chosen or site.site not in effects else _undo(site, explain(site.site))
+        site if site.site in spent.chosen or site.site not in effects else _revert(site, explain(site.site))
         for site in plan.sites
     ]
     total = sum(effects.get(name) or 0.0 for name in spent.chosen)
     return msgspec.structs.replace(plan, sites=sites, expected_metric_change=total, notes=[*plan.notes, *spent.notes])
 
 
-def _is_told(site: SitePlan) -> bool:
+def _is_overridden(site: SitePlan) -> bool:
     return any(c.quantized and c.reason.startswith("override ") for c in site.choices)
 
 
 def _reaches_metric(planned: SitePlan) -> bool:
-    """Whether a site's forward product is quantised: gradients do not change what a trained model says."""
+    """Check whether a site's forward product is quantized. Gradients do not affect a trained model's output."""
     return any(c.gemm == "fprop" and c.quantized for c in planned.choices)
 
 
 def _effect(site: Site, planned: SitePlan) -> float | None:
-    """What converting a site may do to the end metric; None: not measured."""
+    """Return the largest expected change of the end metric by converting a site; None if not measured."""
     if not _reaches_metric(planned):
         return 0.0
     return None if site.metric_change is None else max(0.0, site.metric_change.high)
 
 
 def _saving(site: Site, planned: SitePlan, *, by_time: bool) -> float:
-    """Microseconds of all calls where times are known, else the share of GEMM FLOPs."""
+    """Return the saved microseconds over all calls if times are known, else the share of GEMM FLOPs."""
     if not by_time:
         return planned.low_precision_share
     return site.calls * sum(
@@ -238,7 +243,7 @@ def _saving(site: Site, planned: SitePlan, *, by_time: bool) -> float:
     )
 
 
-def _undo(site: SitePlan, why: str) -> SitePlan:
+def _revert(site: SitePlan, why: str) -> SitePlan:
     choices = [
         choice_of(c.gemm, None, why, refusals=[*c.refusals, f"{c.a} @ {c.b} on {c.backend}: {why}"])
         if c.quantized

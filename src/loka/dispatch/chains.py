@@ -1,7 +1,9 @@
-"""Chains of a plan that is made from a report: the units that were found, judged by what Probe measured at their linears.
+"""Place chains in a plan made from a report: the units that were found, judged by what Probe measured at their linears.
 
-The same choice as `loka.tune` makes (`loka.dispatch.choosing`), with the limit of whoever places without measuring again: every GEMM of every linear within its share of the margin. A linear
-that exceeds it, that an override or a measured change of the metric speaks against, or that must stay as it is, leaves its chain, which splits there; alone it is planned like any other linear.
+The choice is the one `loka.tune` makes (`loka.dispatch.choosing`), but nothing is measured afterwards, so every GEMM of
+every linear must be within its share of the margin. A linear that is not, that an override or a measured metric change
+rules out, or that must not be converted, leaves its chain, which is split there. It is then planned like any other
+linear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from loka.dispatch.margin import allow
 from loka.dispatch.recipe import choice_of
 from loka.records import GEMMS, ProbeReport, Site, SitePlan, UnitEvidence, UnitPlan
 
-# candidates whose scales are given beforehand: of chains, not of linears that stand alone
+# recipes whose scales are known before the call: for chains only, not for single linears
 GIVEN = ("static", "delayed", CHAIN)
 
 
@@ -27,22 +29,22 @@ def place_chains(
     refusal: str | None,
     told: Mapping[str, str],
 ) -> tuple[list[SitePlan], list[UnitPlan], list[str]]:
-    """Put linears of a plan into chains.
+    """Move linears of a plan into chains.
 
     Args:
         report: the evidence, with the units that were found.
-        sites: every linear as it was planned alone.
-        margin: relative change of the loss that the whole model may have.
-        units: that share it.
-        wanted: chains were asked for, forbidden, or (None) are left to the evidence.
-        refusal: why what was asked leaves no room for chains.
-        told: sites that an override decides, with what it says.
+        sites: every linear as planned on its own.
+        margin: relative change of the loss allowed for the whole model.
+        units: number of units that share the margin.
+        wanted: True requires chains, False forbids them, None places those that the evidence supports.
+        refusal: why the policy rules out chains.
+        told: sites fixed by an override, with its description.
 
     Returns:
-        The sites, those in chains in high precision when taken alone; the chains; notes.
+        The sites (those in chains are listed in high precision), the chains, and notes.
 
     Raises:
-        ValueError: chains were asked for and there can be none.
+        ValueError: `wanted` is True and no chain can be placed.
     """
     if wanted is False:
         return list(sites), [], []
@@ -52,7 +54,9 @@ def place_chains(
             raise ValueError(f"chains=True: {why}")
         return list(sites), [], [f"no chains: {why}"]
     looked = Looked(
-        {site.name: _look_of(site, margin, units, told) for site in report.sites}, _known(report), report.alone
+        {site.name: _make_look(site, margin, units, told) for site in report.sites},
+        _find_probed_units(report),
+        report.alone,
     )
     training = any(gemm != "fprop" for site in report.sites for gemm in site.gemms)
     chosen = make_offers(looked, limits=Limits.to_place(margin, units), training=training)
@@ -60,7 +64,7 @@ def place_chains(
         msgspec.structs.replace(offer.unit, evidence=UnitEvidence(harm=offer.harm), reason=offer.reason)
         for offer in chosen.offers
         if offer.way == "chain"
-        and len(offer.unit.links) > 1  # one linear gains nothing from it here, and alone may have finer scales
+        and len(offer.unit.links) > 1  # a chain of one linear gains nothing; on its own it may have finer scales
     ]
     inside = {name: unit.name for unit in placed for name in unit.linears}
     refused = {offer.name: offer.reason for offer in chosen.offers if offer.way != "chain"} | chosen.kept
@@ -68,16 +72,16 @@ def place_chains(
     notes = ["the speed of its chains was not measured"] if placed else []
     if wanted and not placed:
         raise ValueError("chains=True, and every linear of every chain is refused: " + "; ".join(f"{n}: {w}" for n, w in out.items()))  # fmt: skip
-    return [_in_chain(site, inside, out) for site in sites], placed, notes
+    return [_note_chain(site, inside, out) for site in sites], placed, notes
 
 
-def _known(report: ProbeReport) -> list[UnitPlan]:
-    """Units all of whose linears were probed."""
+def _find_probed_units(report: ProbeReport) -> list[UnitPlan]:
+    """Return the units whose linears were all probed."""
     names = {site.name for site in report.sites}
     return [unit for unit in report.chains if names.issuperset(unit.linears)]
 
 
-def _look_of(site: Site, margin: float, units: int, told: Mapping[str, str]) -> SiteLook:
+def _make_look(site: Site, margin: float, units: int, told: Mapping[str, str]) -> SiteLook:
     harm = {(c.gemm, c.recipe): c.harm for c in site.candidates if c.harm is not None and c.refusal is None}
     change = site.metric_change
     refusal = site.kept or site.off or told.get(site.name)
@@ -86,8 +90,8 @@ def _look_of(site: Site, margin: float, units: int, told: Mapping[str, str]) -> 
     return SiteLook(site.name, site.k, site.n, site.m, harm, site.alarms, refusal)
 
 
-def _in_chain(site: SitePlan, inside: Mapping[str, str], out: Mapping[str, str]) -> SitePlan:
-    """A site as the plan lists it: its chain runs it, or what kept it out of one is beside what it runs alone."""
+def _note_chain(site: SitePlan, inside: Mapping[str, str], out: Mapping[str, str]) -> SitePlan:
+    """Return a site as the plan lists it: run by its chain, or on its own with the reason why it is in no chain."""
     if site.site in inside:
         gemms = [choice.gemm for choice in site.choices] or list(GEMMS)
         reason = f"in the chain {inside[site.site]}"

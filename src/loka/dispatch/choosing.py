@@ -1,9 +1,14 @@
-"""Choose chains: per unit the coarsest way that the score lets through. Nothing is measured here. `loka.tune` and `report.plan()` both choose with it.
+"""Choose chains from scores: every unit runs with the coarsest scales that its score allows. Nothing is measured here.
 
-A linear stays out of its chain where what the chain's scales cost it exceeds the limits (`Limits`): the chain is split there, and that linear is given finer scales where these pass. `loka.tune`
-swaps in and measures what is left, so its limit forward only sorts out what is hopeless; a plan from a report measures nothing more, so there every GEMM must be within its share of the margin.
-Gradients cannot be swapped in without training, so there the score decides: how a share of a step's progress becomes a share of the loss is an assumption (docs/concepts/score.md), and the sum
-over GEMMs is not bounded by it: a paired run of training is what would show it.
+Both `loka.tune` and `report.plan()` use this. A linear whose predicted harm under the chain's scales exceeds the limits
+(`Limits`) leaves the chain, which is split there; the linear gets finer scales if those pass. The limits differ:
+
+    loka.tune       swaps in and measures what passes, so its forward limit only filters out hopeless cases
+    report.plan()   measures nothing more, so every GEMM must be within its share of the margin
+
+Gradient GEMMs cannot be swapped in without training, so their score decides in both cases. Converting a lost share of a
+step's progress into a share of the loss is an assumption (docs/concepts/score.md), and the sum over GEMMs is not
+bounded: only a paired training run would show it.
 """
 
 import math
@@ -15,27 +20,29 @@ import msgspec
 from loka.dispatch.recipe import RECIPES, choice_of
 from loka.records import GEMMS, Alarm, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
 
-CHAIN = "chain"  # as a recipe: the linear as it runs in a chain that is placed already
-# Times the margin: a prediction beyond it is not worth a swap. Weights that train on lose what luck a swap showed, and what carries over is the predicted size; frozen ones are what was
-# measured, and of 254 forward products beyond 5 times the margin 102 were within it when they were swapped in (predictor.json).
+CHAIN = "chain"  # used as a recipe name: the linear as measured inside a chain that is already placed
+# Multiples of the margin beyond which a prediction is not worth a swap. If the weights keep training, a swap that went
+# well by luck does not last and only the predicted size carries over. Frozen weights stay as measured: of 254 forward
+# products beyond 5 times the margin, 102 were within it when swapped in (predictor.json).
 HOPELESS, HOPELESS_FROZEN = 5.0, 50.0
-# the second keeps the weight gradient in 16 bits: where only that fails, two of three GEMMs still gain
+# the second keeps the weight gradient in 16-bit precision: where only that one fails, two of three GEMMs still gain
 FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise")
 _NO_GRADIENT = "no gradient reached it, as under torch.no_grad or where the loss is 0"
 
 
 @dataclass
 class SiteLook:
-    """What was seen at one linear.
+    """What was observed at one linear.
 
     Args:
-        name, k, n: the linear.
-        rows: of a call, the largest.
+        name, k, n: the linear's name, inputs and outputs.
+        rows: rows of its largest call.
         harm: predicted relative change of the loss by GEMM and recipe.
-        alarms: columns of the input whose mean hides what varies.
+        alarms: columns of the input whose mean is large compared with their spread.
         refusal: why it cannot run in low precision at all.
-        calls: of it in a step.
-        step_rows: of all calls of a step together, where they were counted: calls may differ, as those of a tower for a query and for its items do.
+        calls: calls per step.
+        step_rows: rows of all calls of a step together, if counted. Calls may differ in size, e.g. a tower applied to a
+            query and to its items.
     """
 
     name: str
@@ -55,29 +62,31 @@ class SiteLook:
         return 6.0 * rows * self.k * self.n
 
     def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
-        """Predicted relative change of the loss, forward and, in training, of both gradient GEMMs: independent errors add in squares. None where the forward GEMM was not scored."""
-        gemms: tuple[Gemm, ...] = GEMMS if training else ("fprop",)
-        parts = [self.harm[gemm, recipe] for gemm in gemms if (gemm, recipe) in self.harm]
+        """Combine the predicted changes of the loss over the forward GEMM and, in training, both gradient GEMMs.
+
+        None if the forward GEMM was not scored.
+        """
         if ("fprop", recipe) not in self.harm:
             return None
-        return add_in_squares(parts)
+        gemms: tuple[Gemm, ...] = GEMMS if training else ("fprop",)
+        return add_in_squares([self.harm[gemm, recipe] for gemm in gemms if (gemm, recipe) in self.harm])
 
 
 def add_in_squares(parts: list[Interval]) -> Interval:
-    """The change of several independent errors together: the root of the summed squares, end by end."""
+    """Combine changes caused by independent errors: the root of the summed squares of each end of the intervals."""
     return Interval(**{end: sum(getattr(part, end) ** 2 for part in parts) ** 0.5 for end in ("value", "low", "high")})
 
 
 @dataclass
 class Looked:
-    """Everything that was seen.
+    """Everything that was observed about a model.
 
     Args:
-        sites: by linear.
-        units: the chains.
-        alone: why the other linears are in none.
+        sites: observations by linear name.
+        units: the chains that were found.
+        alone: linears in no chain, with the reason.
         loss: mean over the batches.
-        by_themselves: those of `alone` that no chain can hold, and that can run one by one.
+        by_themselves: linears of `alone` that no chain can contain but that can run in low precision on their own.
     """
 
     sites: dict[str, SiteLook]
@@ -89,15 +98,16 @@ class Looked:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the score lets through.
+    """Limits on the predicted change of the loss.
 
     Args:
-        forward: relative change of the loss that one forward GEMM may be predicted to make.
-        backward: what a gradient GEMM may be worth.
-        forward_is, backward_is: where they come from, for what is said of a linear that exceeds one.
-        upper: whether the upper end of a prediction must be within them, as Probe's own verdict wants it, or its middle is enough, since a swap follows.
-        margin: that they were made from, where a larger one would let more be tried; None where it would not.
-        unscored: why nothing is predicted of a linear that was called.
+        forward: largest predicted relative change allowed for one forward GEMM.
+        backward: largest one allowed for one gradient GEMM.
+        forward_is, backward_is: descriptions of these limits, for the reason given when a linear exceeds one.
+        upper: whether the upper end of a prediction must be within the limit, as in Probe's verdict. If False its value
+            is enough, since a measurement follows.
+        margin: the margin the limits derive from, used to suggest a larger one; None to suggest nothing.
+        unscored: why a linear that was called may have no prediction.
     """
 
     forward: float
@@ -109,25 +119,20 @@ class Limits:
     unscored: str = "no gradient reached it, or the loss is not known; hint: probe.step(loss)"
 
     def judged(self, harm: Interval) -> float:
-        """The end of a prediction that must be within the limits.
+        """Return the end of a prediction that must be within the limits: its upper end, or its value.
 
         Args:
             harm: predicted relative change of the loss.
-
-        Returns:
-            Its upper end, or its middle.
         """
         return harm.high if self.upper else harm.value
 
     def hint(self, seen: float, limit: float) -> str:
-        """The least margin at which something would be tried that exceeds a limit; nothing where that is more than ten times the one that was asked for.
+        """Suggest the smallest margin that would allow a value; an empty string if that is over ten times the margin
+        set.
 
         Args:
-            seen: what exceeds it.
-            limit: of this margin.
-
-        Returns:
-            Words to append, or none.
+            seen: the value that exceeds the limit.
+            limit: the limit under the current margin.
         """
         if self.margin is None or seen > 10 * limit:
             return ""
@@ -135,21 +140,19 @@ class Limits:
 
     @classmethod
     def before_swapping(cls, margin: float, *, training: bool) -> "Limits":
-        """For whoever swaps in and measures what is left: forward only what is hopeless is refused, gradients may be worth the margin.
+        """Return limits for callers that measure what passes: only hopeless forward GEMMs are refused, and each
+        gradient GEMM may cost the whole margin.
 
         Args:
-            margin: of the whole model.
-            training: whether the weights train on, so that what a swap shows of them now is not all that counts.
-
-        Returns:
-            The limits.
+            margin: margin of the whole model.
+            training: whether the weights keep training, so that a swap now does not tell the whole effect.
         """
         text, times = f"the margin of {margin:.3%}", HOPELESS if training else HOPELESS_FROZEN
         return cls(times * margin, margin, f"{times:g} times {text}", text, margin=margin, unscored=_NO_GRADIENT)
 
     @classmethod
     def to_place(cls, margin: float, units: int) -> "Limits":
-        """For whoever places what passes: errors of independent units add in squares, so each may cost margin / sqrt(units)."""
+        """Return limits for callers that place what passes unmeasured: each GEMM may cost margin / sqrt(units)."""
         share = margin / math.sqrt(max(units, 1))
         text = f"{share:.4%}, its share of the margin"
         return cls(share, share, text, text, upper=True)
@@ -157,13 +160,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Offer:
-    """A unit as it could run, with what is known about it before anything is swapped.
+    """A proposal to run a unit in low precision, made before anything is measured by swapping it in.
 
     Args:
-        unit: the chain, or one linear with what follows it.
+        unit: a chain, or a single linear.
         way: "chain", or the recipe of a single linear.
         harm: predicted relative change of the loss.
-        flops_share: of the GEMM FLOPs of all linears.
+        flops_share: its share of the GEMM FLOPs of all linears.
         reason: why it is offered.
     """
 
@@ -181,40 +184,42 @@ class Offer:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Offers that may be taken, and why the other linears stay in high precision."""
+    """All offers, and why the other linears stay in high precision."""
 
     offers: list[Offer]
     kept: dict[str, str]
 
 
 def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
-    """Every unit in the coarsest way that the score lets through, and why the rest is kept."""
+    """Offer every unit with the coarsest scales that its score allows, and give a reason for every linear kept out."""
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     kept = dict(looked.alone)
     offers: list[Offer] = []
     for unit in looked.units:
         unsafe = {}
         for name in unit.linears:
-            if why := _refuse(looked.sites[name], _recipe_at(looked.sites[name], unit, training), limits, training):
+            if why := _refuse(
+                looked.sites[name], _recipe_of_site(looked.sites[name], unit, training), limits, training
+            ):
                 unsafe[name] = why
-        offers += [_offer(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
+        offers += [_offer_chain(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
         for name, why in unsafe.items():
-            offer = _finer(looked.sites[name], limits, total, why.partition("; hint: margin=")[0], training)
+            offer = _offer_finer(looked.sites[name], limits, total, why.partition("; hint: margin=")[0], training)
             if offer is None:
                 kept[name] = why
             else:
                 offers.append(offer)
     for name in looked.by_themselves:
-        offer = _finer(looked.sites[name], limits, total, looked.alone[name], training)
+        offer = _offer_finer(looked.sites[name], limits, total, looked.alone[name], training)
         if offer is not None:
             del kept[name]
             offers.append(offer)
     return Chosen(offers, kept)
 
 
-def _offer(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offer:
+def _offer_chain(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offer:
     sites = [looked.sites[name] for name in unit.linears]
-    harms = [site.total_harm(_recipe_at(site, unit, training), training=training) for site in sites]
+    harms = [site.total_harm(_recipe_of_site(site, unit, training), training=training) for site in sites]
     known = [harm for harm in harms if harm is not None]
     harm = add_in_squares(known) if known else None
     flops = sum(looked.sites[name].flops for name in unit.linears) / total
@@ -222,33 +227,27 @@ def _offer(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offe
 
 
 def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> Offer:
-    """A part of a chain that was offered, as an offer of its own.
+    """Make an offer from a part of an offered chain.
 
     Args:
         offer: the whole chain.
-        unit: what is left of it (`split_unit`).
-        looked: what was seen of its linears.
-        training: whether gradients count.
-
-    Returns:
-        The offer of the part.
+        unit: the part (see `split_unit`).
+        looked: the observations.
+        training: whether gradient GEMMs count.
     """
-    made = _offer(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
+    made = _offer_chain(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
     return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
 
 
 def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training: bool) -> list[Offer]:
-    """The linears of a chain that was offered, each by itself.
+    """Split an offered chain into one offer per linear.
 
     Args:
         offer: the chain.
-        recipe: that they run.
-        looked: what is known of them.
-        why: they are better so.
-        training: whether gradients count.
-
-    Returns:
-        One offer a linear.
+        recipe: the recipe each linear will run.
+        looked: the observations.
+        why: why they are better run separately; appended to the reasons.
+        training: whether gradient GEMMs count.
     """
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     sites = [looked.sites[name] for name in offer.unit.linears]
@@ -256,8 +255,8 @@ def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training:
     return [Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}") for site, harm in zip(sites, harms, strict=True)]  # fmt: skip
 
 
-def _recipe_of(unit: UnitPlan, training: bool) -> str:
-    """Which scored recipe a unit's scales are."""
+def _recipe_of_unit(unit: UnitPlan, training: bool) -> str:
+    """Return the scored recipe that stands for a unit's scales."""
     if unit.scales in ("delayed", "calibrated"):
         return "delayed" if training else "static"
     if len(unit.links) > 1:
@@ -265,19 +264,19 @@ def _recipe_of(unit: UnitPlan, training: bool) -> str:
     return "tensorwise" if training else "rowwise"
 
 
-def _recipe_at(site: SiteLook, unit: UnitPlan, training: bool) -> str:
-    """The same for one of its linears: what was measured in a chain that runs, where one does."""
-    return CHAIN if ("fprop", CHAIN) in site.harm else _recipe_of(unit, training)
+def _recipe_of_site(site: SiteLook, unit: UnitPlan, training: bool) -> str:
+    """Return the scored recipe for one linear of a unit: CHAIN if it was measured inside a running chain."""
+    return CHAIN if ("fprop", CHAIN) in site.harm else _recipe_of_unit(unit, training)
 
 
 def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str | None:
-    """Why a linear is not tried under a recipe, or None."""
+    """Return why a linear is not offered with a recipe, or None."""
     if site.refusal:
         return site.refusal
     cause = f"; {site.alarms[0].text}; {site.alarms[0].help}" if site.alarms else ""
     forward = site.harm.get(("fprop", recipe))
     if forward is None:
-        return f"nothing predicts what its error does: {limits.unscored}"
+        return f"its effect on the loss was not predicted: {limits.unscored}"
     way = f"{recipe} scales" if recipe in ("delayed", "static") else recipe
     if (seen := limits.judged(forward)) > limits.forward:
         return f"{way}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause or limits.hint(seen, limits.forward)}"
@@ -289,7 +288,7 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
 
 
 def _round_up(value: float) -> float:
-    """To two digits."""
+    """Round up to two significant digits."""
     step = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.ceil(round(value / step, 6)) * step:.2g}")
 
@@ -298,8 +297,8 @@ def _explain(harm: Interval | None) -> str:
     return "not scored; swapping decides" if harm is None else f"predicted change of the loss {harm.value:.4%}"
 
 
-def _finer(site: SiteLook, limits: Limits, total: float, why: str, training: bool) -> Offer | None:
-    """The same linear alone with finer scales, where these are safe."""
+def _offer_finer(site: SiteLook, limits: Limits, total: float, why: str, training: bool) -> Offer | None:
+    """Offer a linear on its own with finer scales, or return None if those are not within the limits either."""
     if site.refusal:
         return None
     for recipe in FINER:
@@ -310,14 +309,17 @@ def _finer(site: SiteLook, limits: Limits, total: float, why: str, training: boo
 
 
 def single(site: SiteLook) -> UnitPlan:
-    """A linear as a unit of its own."""
+    """Return a unit that contains one linear."""
     return UnitPlan(
         name=site.name, links=[LinkPlan(linear=site.name, k=site.k, n=site.n)], scales="dynamic", gradient="tensor"
     )
 
 
 def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
-    """What is left of a chain when some of its linears leave it: its parts in order, each a chain of its own, its last linear without a norm behind it."""
+    """Split a chain at the linears that leave it. Yields the remaining parts in order, each a chain of its own.
+
+    A part's last link ends as `LinkPlan.as_last` describes: a layer or RMS norm after it stays outside the chain.
+    """
     if not out:
         yield unit
         return
@@ -336,17 +338,17 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
 
 
 def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, UnitEvidence], kept: Mapping[str, str], *, training: bool) -> tuple[list[UnitPlan], list[SitePlan]]:  # fmt: skip
-    """The chains of a plan, and a site plan for every linear that was seen: in a chain, under a recipe, or kept.
+    """Turn accepted offers into the units of a plan, and one site plan for every observed linear.
 
     Args:
-        offers: what the plan takes.
-        looked: what was seen of every linear.
-        evidence: what was measured, by offer.
-        kept: why a linear stays in high precision, by linear.
+        offers: the accepted offers.
+        looked: the observations.
+        evidence: measurements by offer name.
+        kept: why linears stay in high precision, by linear name.
         training: whether the plan has gradient GEMMs.
 
     Returns:
-        The units, and one site plan a linear.
+        The units and the site plans.
     """
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     units = [

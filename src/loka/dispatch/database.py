@@ -1,18 +1,22 @@
-"""The performance database: what was measured, where, kept in one SQLite file so that nothing has to be measured twice.
+"""The performance database: kernel times and errors with the machine they were measured on, cached in one SQLite file.
 
-    database = Database.open()                       $LOKA_DB, else $XDG_CACHE_HOME/loka/performance.sqlite, else ~/.cache/loka/...
-    database.add(origin, rows)                       the newest row of a key wins
-    database.find(key, machine) -> Found             a row, or every reason why the rows that exist were not used
+    database = Database.open()              $LOKA_DB, else $XDG_CACHE_HOME/loka/performance.sqlite, else
+                                            ~/.cache/loka/...
+    database.add(origin, rows)              the newest row of a key wins
+    database.find(key, machine) -> Found    a row, or every reason why the existing rows were not used
 
-M is bucketed, always rounded down: 16, 32, 48, 64, 96, 128, 192, 256, ... (powers of two and the middles between them; below 16 exact), plus one
-where M is no multiple of 16, since unaligned operands are padded and are slower. A row is measured *at* its bucket's edge, so what it claims for a
-larger M in the bucket is on the careful side: FP8 gains with M. K and N are never rounded.
+M is bucketed, always rounded down: 16, 32, 48, 64, 96, 128, 192, 256, ... (powers of two and the midpoints between
+them; exact below 16), plus one where M is not a multiple of 16, since unaligned operands are padded and slower. A row
+is measured *at* its bucket's lower edge, so its speed-up is conservative for the larger M of the bucket: FP8 gains with
+M. K and N are never rounded.
 
-A row counts only for the machine it was measured on: the same GPU, driver, torch and backend version. Rows that fail this are not used, and `find`
-names them. A plan for a machine that is elsewhere uses that machine's own description (`machines`), never a mixture.
+A row is valid only for the machine it was measured on: same GPU, driver, torch and backend version. Other rows are not
+used, and `find` says why. A plan for another machine uses one description of that machine (`machines`), never a
+mixture.
 
-Several processes may read and write at once: write-ahead log, one short transaction per `add`, a wait of 30 s for the lock. Not for a network file
-system, where SQLite's locks do not hold. A file that may not be written can be read; what goes wrong in SQLite is said as a ValueError that names the file.
+Several processes may read and write at once: write-ahead log, one short transaction per `add`, up to 30 s of waiting
+for the lock. Do not put the file on a network file system, where SQLite's locks do not hold. A read-only file can be
+read. SQLite errors are raised as a ValueError that names the file.
 """
 
 import os
@@ -37,13 +41,13 @@ _COLUMNS = f"""(
 
 
 def bucket_of(m: int) -> int:
-    """The number of rows at which calls with M rows are measured.
+    """Return the M at which calls with `m` rows are measured and looked up.
 
     Args:
         m: rows of a call.
 
     Returns:
-        M rounded down to a bucket's edge, plus one where it is no multiple of 16.
+        The lower edge of its bucket, plus one if `m` is not a multiple of 16.
 
     Example:
         >>> bucket_of(4096)
@@ -61,13 +65,13 @@ def bucket_of(m: int) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine on which rows of the database must have been measured to be used.
+    """The machine on which database rows must have been measured to be used.
 
     Args:
-        device: its name.
-        driver: its version; None: unknown.
-        torch: its version.
-        versions: of a backend, the version that would run.
+        device: name of the GPU.
+        driver: driver version; None if unknown.
+        torch: torch version.
+        versions: version of each backend.
 
     Example:
         >>> Machine("NVIDIA H200", "580.65", "2.13.0", {"torch": "2.13.0"})
@@ -84,7 +88,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Key:
-    """One call on one backend; M is rounded to its bucket."""
+    """Identifies a call on a backend. `find` rounds M down to its bucket."""
 
     op: str
     variant: str
@@ -99,16 +103,16 @@ class Key:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that counts, or None with every reason."""
+    """The matching row, or None with the reasons."""
 
     row: PerformanceRow | None
     origin: Origin | None
     reason: str = ""
-    stale: bool = False  # there are rows, of another machine or version
+    stale: bool = False  # rows exist, but of another machine or version
 
 
 def default_path() -> Path:
-    """Where the database lives unless told: read when asked, never at import."""
+    """Return the default path of the database. The environment is read at each call, not at import."""
     if os.environ.get("LOKA_DB"):
         return Path(os.environ["LOKA_DB"])
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -116,11 +120,11 @@ def default_path() -> Path:
 
 
 class Database:
-    """The performance database: rows on disk, or in memory.
+    """The performance database, on disk or in memory. Also a context manager that closes it.
 
     Args:
-        path: of the SQLite file; ":memory:" for none.
-        create: make it where it is missing; otherwise that is an error.
+        path: the SQLite file; ":memory:" for a database in memory.
+        create: create a missing file; False raises ValueError instead.
 
     Example:
         >>> with Database.open() as database:
@@ -133,11 +137,11 @@ class Database:
 
     @classmethod
     def open(cls, path: str | Path | None = None, *, create: bool = True) -> "Database":
-        """The database at a path, or at the default one."""
+        """Open the database at a path, by default at `default_path()`."""
         return cls(default_path() if path is None else path, create=create)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._store.close()
 
     def __enter__(self) -> "Database":
@@ -150,8 +154,8 @@ class Database:
         return int(self._store.fetch("SELECT COUNT(*) FROM rows")[0][0])
 
     def add(self, origin: Origin, rows: Iterable[PerformanceRow]) -> int:
-        """Write rows of one origin; a row of the same key stays when it is newer. Returns how many were written."""
-        values = [_columns(origin, row) for row in rows]
+        """Write rows of one origin and return how many were written. An existing row is kept if it is newer."""
+        values = [_to_columns(origin, row) for row in rows]
         names = (*_KEY, "date", "origin", "row")
         keep = ", ".join(f"{name} = excluded.{name}" for name in ("date", "origin", "row"))
         statement = (
@@ -161,17 +165,17 @@ class Database:
         return self._store.write(statement, values)
 
     def merge(self, record: PerformanceRows) -> int:
-        """Write the rows of an export."""
+        """Write the rows of an export and return how many were written."""
         return sum(self.add(group.origin, group.rows) for group in record.groups)
 
     def find(self, key: Key, machine: Machine) -> Found:
-        """The row of a key for a machine; otherwise why what is there does not count."""
+        """Look up the row of a key for a machine. If none matches, the result says why."""
         m = bucket_of(key.m) if key.m else 0
         found = self._select(op=key.op, variant=key.variant, m=m, k=key.k, n=key.n, backend=key.backend)
         version = machine.versions.get(key.backend)
         reasons = []
         for origin, row in found:
-            why = _mismatch(origin, row, machine, version)
+            why = _find_mismatches(origin, row, machine, version)
             if not why:
                 return Found(row, origin)
             reasons.append(f"a row of {origin.date[:10]} was not used: {', '.join(why)}")
@@ -181,7 +185,7 @@ class Database:
         return Found(None, None, f"{missing} from {machine.device}")
 
     def entries(self, **filters: Any) -> Iterator[tuple[Origin, PerformanceRow]]:
-        """Rows whose columns equal the filters, newest first."""
+        """Yield rows whose key columns equal the filters, newest first."""
         unknown = set(filters) - {*_KEY}
         if unknown:
             raise ValueError(f"no column {', '.join(sorted(unknown))}; columns are {', '.join(_KEY)}")
@@ -197,7 +201,7 @@ class Database:
             raise ValueError(f"{self.path} is damaged: a row cannot be read: {error}") from error
 
     def machines(self) -> list[Machine]:
-        """Every machine rows were measured on, the one with the newest row first. A backend's version is its newest there."""
+        """List the machines that rows were measured on, newest row first, with the newest version of each backend."""
         query = (
             "SELECT device, driver, torch, backend, version, MAX(date) AS newest FROM rows "
             "GROUP BY device, driver, torch, backend, version ORDER BY newest DESC"
@@ -208,39 +212,39 @@ class Database:
         return [Machine(device, driver or None, torch, versions) for (device, driver, torch), versions in found.items()]
 
     def export(self, **filters: Any) -> PerformanceRows:
-        """Rows as one record, grouped by origin."""
+        """Return matching rows as one record, grouped by origin."""
         groups: dict[Origin, list[PerformanceRow]] = {}
         for origin, row in self.entries(**filters):
             groups.setdefault(origin, []).append(row)
         return PerformanceRows(groups=[RowGroup(origin=origin, rows=rows) for origin, rows in groups.items()])
 
     def prune(self, *, before: str | None = None, except_machines: Sequence[Machine] = ()) -> int:
-        """Delete rows measured before a day (ISO, in any of its spellings), and rows no listed machine can use. Returns how many.
+        """Delete rows measured before a day (any ISO format) and rows that no listed machine can use; return how many.
 
-        A row that somebody measures again while this looks is another row, with another date, and stays.
+        A row that another process measures again in the meantime has a new date and is kept.
         """
         if before is None and not except_machines:
             raise ValueError("prune needs to know what to delete: a date, or the machines whose rows to keep")
-        day = None if before is None else _day(before)
+        day = None if before is None else _parse_day(before)
         doomed = []
         for origin, row in self._select():
             old = day is not None and origin.date < day
-            usable = any(not _mismatch(origin, row, m, m.versions.get(row.backend)) for m in except_machines)
+            usable = any(not _find_mismatches(origin, row, m, m.versions.get(row.backend)) for m in except_machines)
             if old or (except_machines and not usable):
-                doomed.append(_columns(origin, row)[: len(_KEY) + 1])
+                doomed.append(_to_columns(origin, row)[: len(_KEY) + 1])
         where = " AND ".join(f"{name} = ?" for name in (*_KEY, "date"))
         return self._store.write(f"DELETE FROM rows WHERE {where}", doomed)
 
 
-def _day(text: str) -> str:
-    """A day the way rows spell theirs: dates are compared as text, and 20260101 sorts after 2026-12-31."""
+def _parse_day(text: str) -> str:
+    """Normalize an ISO day to YYYY-MM-DD: dates are compared as text, and 20260101 sorts after 2026-12-31."""
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError as error:
         raise ValueError(f"before={text!r}: expected a day such as 2026-01-31 ({error})") from error
 
 
-def _columns(origin: Origin, row: PerformanceRow) -> tuple[Any, ...]:
+def _to_columns(origin: Origin, row: PerformanceRow) -> tuple[Any, ...]:
     if row.m and row.m != bucket_of(row.m):
         raise ValueError(
             f"{row.op} {row.m}x{row.k}x{row.n}: rows are measured at the edge of a bucket, M = {bucket_of(row.m)} for this one"
@@ -254,8 +258,8 @@ def _decode(origin: bytes, row: bytes) -> tuple[Origin, PerformanceRow]:
     return msgspec.json.decode(origin, type=Origin), msgspec.json.decode(row, type=PerformanceRow)
 
 
-def _mismatch(origin: Origin, row: PerformanceRow, machine: Machine, version: str | None) -> list[str]:
-    """In what a row's machine differs from the one that asks."""
+def _find_mismatches(origin: Origin, row: PerformanceRow, machine: Machine, version: str | None) -> list[str]:
+    """List how a row's machine and backend version differ from the requested ones."""
     pairs = [
         ("device", origin.device, machine.device),
         ("driver", origin.driver, machine.driver),

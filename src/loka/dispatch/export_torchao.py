@@ -1,10 +1,12 @@
-"""A plan in torchao's words: which linears `convert_to_float8_training` swaps, and the `Float8LinearConfig` that means what the plan means.
+"""Export a plan to torchao: which linears `convert_to_float8_training` swaps, and an equivalent `Float8LinearConfig`.
 
-torchao's named recipes are not ours bit by bit (seen in 0.17 to 0.19): `tensorwise` casts output gradients to E5M2, both rowwise ones round scales down to
-powers of two, and all of them accumulate fast in the forward GEMM only. Its configuration can say what ours are, so the text carries one, `config_for`,
-beside the filter; `Float8LinearConfig.from_recipe_name` would be another recipe of the same granularity.
+torchao's named recipes are not bitwise ours (as of 0.17 to 0.19): `tensorwise` casts output gradients to E5M2, both
+rowwise recipes round scales down to powers of two, and all of them use fast accumulation in the forward GEMM only. Its
+configuration can express ours, so the exported text contains `config_for` next to the filter.
+`Float8LinearConfig.from_recipe_name` would give a different recipe of the same granularity.
 
-`torch._scaled_mm` wants K and N in multiples of 16, and torchao does not pad unless asked: other sites are left in high precision, by name.
+`torch._scaled_mm` requires K and N to be multiples of 16, and torchao does not pad by default: other sites are listed
+and left in high precision.
 """
 
 from collections.abc import Callable
@@ -44,13 +46,13 @@ def config_for(recipe):
 
 @dataclass(frozen=True)
 class TorchaoExport:
-    """Sites by recipe, and the sites that torchao cannot run as planned. `str` is Python text with the filter and the configuration."""
+    """Sites by recipe, and sites that torchao cannot run as planned. `str()` gives Python source: filter and config."""
 
     recipes: dict[str, list[str]]
     left_out: dict[str, str]
 
     def module_filter_fn(self, recipe: str) -> ModuleFilter:
-        """For `convert_to_float8_training(model, config=config_for(recipe), module_filter_fn=...)`; `config_for` is in the text."""
+        """Return the `module_filter_fn` of a recipe for `convert_to_float8_training`; `str(self)` has its config."""
         if recipe not in self.recipes:
             raise ValueError(
                 f"the plan has no site for torchao's {recipe!r}; it has {', '.join(self.recipes) or 'none'}"
@@ -62,7 +64,7 @@ class TorchaoExport:
         lines = [
             "# Made by loka from a plan. One call per recipe in SITES:",
             "#     convert_to_float8_training(model, config=config_for(recipe), module_filter_fn=filter_for(recipe))",
-            "# torchao's own recipes of these names are not the same: from_recipe_name gives E5M2 gradients (tensorwise) or scales",
+            "# torchao's own recipes of these names differ: from_recipe_name gives E5M2 gradients (tensorwise) or scales",
             "# that are powers of two (rowwise), and fast accumulation in the forward GEMM only.",
         ]
         lines += [f"# left in high precision: {name}: {why}" for name, why in self.left_out.items()]
@@ -77,13 +79,13 @@ class TorchaoExport:
 
 
 def misaligned(site: SitePlan) -> str | None:
-    """Why FP8 tensor cores do not take a site's shape as it is, or None."""
+    """Return why a site's shape does not meet the alignment of FP8 tensor cores, or None."""
     wrong = [f"{name} {size}" for name, size in (("K", site.k), ("N", site.n)) if size % ALIGNMENT]
     return f"{' and '.join(wrong)}: not a multiple of {ALIGNMENT}" if wrong else None
 
 
 def refuse_chains(plan: Plan) -> None:
-    """Raise where a plan runs linears in chains: without them the export would be another plan."""
+    """Raise ValueError if a plan has chains: an export without them would be a different plan."""
     if chained := [name for unit in plan.units for name in unit.linears]:
         raise ValueError(
             f"the plan runs {', '.join(chained[:6])} in FP8 chains, which no other tool can; hint: report.plan(chains=False) decides every linear by itself"
@@ -91,26 +93,26 @@ def refuse_chains(plan: Plan) -> None:
 
 
 def to_torchao(plan: Plan) -> TorchaoExport:
-    """Sites whose every GEMM is what torchao runs under one of the recipes' configurations; refuses a plan with chains."""
+    """Group the sites whose GEMMs all match one of torchao's recipes. Raises ValueError for a plan with chains."""
     refuse_chains(plan)
     recipes: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for site in plan.sites:
         if not any(c.quantized for c in site.choices):
             continue
-        found = next((name for name in TORCHAO_RECIPES if _runs(site, name)), None)
+        found = next((name for name in TORCHAO_RECIPES if _matches_recipe(site, name)), None)
         why = misaligned(site)
         if found is None:
             spelled = ", ".join(f"{c.gemm} {f'{c.a} @ {c.b}' if c.quantized else 'high'}" for c in site.choices)
             left_out[site.site] = f"no recipe of torchao runs {spelled}"
         elif why is not None:
-            left_out[site.site] = f"{why}, which torchao wants (it does not pad by default)"
+            left_out[site.site] = f"{why}, which torchao requires (it does not pad by default)"
         else:
             recipes.setdefault(found, []).append(site.site)
     return TorchaoExport({name: recipes[name] for name in TORCHAO_RECIPES if name in recipes}, left_out)
 
 
-def _runs(site: SitePlan, recipe: str) -> bool:
+def _matches_recipe(site: SitePlan, recipe: str) -> bool:
     for choice in site.choices:
         way = RECIPES[recipe].operands(choice.gemm)
         if way_of(choice) != (None if way is None else way.on(choice.backend)):

@@ -1,10 +1,12 @@
-"""Margin: how much the metric may move, for a whole model and for one of its units.
+"""The margin: how much the metric may change, for a whole model and for one of its units.
 
     0.02 % of the loss         what the field calls a significant regression
-    0.1 %                      for the end of the interval where the examples cannot resolve that, and then it is said; the change as measured is held to the finer one all the same
+    0.1 %                      for the ends of the interval if the examples cannot resolve 0.02 %; the text then says
+                               so. The measured change itself must still be within the finer margin
     margin / sqrt(units)       for one unit alone: independent errors add in squares
 
-What was measured is judged by the end of its interval that is further from no change: a change for the better on these examples is noise that may turn around on others.
+A measured change is judged by the end of its interval that is further from zero: an improvement on these examples is
+noise that may reverse on others.
 """
 
 import math
@@ -17,13 +19,13 @@ COARSE_MARGIN = 0.001
 
 
 def share_of_margin(margin: float, units: int) -> float:
-    """What one of several units may cost: margin / sqrt(units)."""
+    """Return the change allowed for one of several units: margin / sqrt(units)."""
     return margin / math.sqrt(max(units, 1))
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a measured change is held against, and what came of it."""
+    """The bound for a measured change, whether the change is within it, and a description."""
 
     allowed: float
     within: bool
@@ -31,15 +33,16 @@ class Allowance:
 
 
 def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowance:
-    """Judge a measured change by its upper end.
+    """Judge a measured change by the end of its interval that is further from zero.
 
     Args:
         change: relative change of the metric.
-        margin: for the whole model.
-        units: that share it; 1 for a change of all together.
+        margin: margin of the whole model.
+        units: number of units that share it; 1 for a change of all units together.
 
     Returns:
-        The bound that was taken (the coarse one where the interval cannot resolve the fine one), whether the change is within, and the sentence.
+        The bound (the coarse one if the interval cannot resolve the fine one), whether the change is within it, and a
+        description.
 
     Example:
         >>> allow(Interval(value=0.0, low=-0.0001, high=0.0001)).within
@@ -48,7 +51,8 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
     resolved = (change.high - change.low) / 2 <= fine
     allowed = fine if resolved else coarse
-    # what shows more is resolved; and none passes for being noisy: as measured a change, of one unit too, is held to the margin of the whole
+    # The coarse bound is for noise only: an interval that lies wholly beyond the fine bound is resolved, and the
+    # measured value, even of a single unit, must be within the margin of the whole model.
     within = furthest(change) <= allowed and max(change.low, -change.high) <= fine and abs(change.value) <= margin
     share = (
         f", {margin if resolved else max(COARSE_MARGIN, margin):.2%} divided by the square root of {units} units"
@@ -62,5 +66,5 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
 
 
 def furthest(change: Interval) -> float:
-    """The end of an interval that is further from no change."""
+    """Return the absolute value of the end of an interval that is further from zero."""
     return max(abs(change.low), abs(change.high))

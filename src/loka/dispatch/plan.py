@@ -1,4 +1,4 @@
-"""Whether a plan fits a model on its device. A Plan is a record; how it reads is `loka.records.prose`. Nothing here changes a model: see `loka.convert`."""
+"""Check whether a plan fits a model. `Plan` itself is a record (`loka.records`); `loka.convert` applies one."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,15 +14,16 @@ from loka.records import Plan, SitePlan
 
 
 def check(plan: Plan, model: nn.Module, *, modules: Mapping[str, nn.Module] | None = None) -> list[str]:
-    """Every way in which a plan does not fit a model on its device, or the device itself.
+    """List every reason why a plan cannot be applied to a model on its current device. The model is not changed.
 
     Args:
-        plan: made for this model, or for one like it.
-        model: as it would be converted.
-        modules: its modules by the names that plans give them, where parts of it are wrapped (`loka.nn.wrapping.named_sites`); None is as `named_modules` has them.
+        plan: a plan made for this model, or for one with the same architecture.
+        model: the model to check.
+        modules: its modules by the names used in plans, where parts of the model are wrapped
+            (`loka.nn.wrapping.named_sites`); None uses `named_modules`.
 
     Returns:
-        One line for each problem; empty where it fits.
+        One line per problem; empty if the plan fits.
 
     Example:
         >>> check(plan, model)
@@ -36,19 +37,19 @@ def check(plan: Plan, model: nn.Module, *, modules: Mapping[str, nn.Module] | No
         if module is None:
             problems.append(f"{site.site}: the model has no such module")
         elif not isinstance(module, nn.Linear):
-            if any(choice.quantized for choice in site.choices):  # what is kept may be anything
+            if any(choice.quantized for choice in site.choices):  # a site kept in high precision may be any module
                 problems.append(f"{site.site}: is a {type(module).__name__}, expected an nn.Linear")
         elif (module.in_features, module.out_features) != (site.k, site.n):
             seen = f"K {module.in_features}, N {module.out_features}"
             problems.append(f"{site.site}: the model has {seen}, the plan K {site.k}, N {site.n}")
         else:
-            # not `module.weight`: reading a parametrised one may change it
+            # not `module.weight`: reading a parametrized weight may change it
             problems += _check_choices(site, next(module.parameters()).device)
     return [*_check_target(plan, model), *problems]
 
 
 def _check_target(plan: Plan, model: nn.Module) -> list[str]:
-    """Speeds of one device say nothing about another. A plan for accuracy only is for any."""
+    """Report devices other than the plan's target. A plan made for accuracy only has no target and fits any device."""
     if plan.target is None or not any(choice.quantized for site in plan.sites for choice in site.choices):
         return []
     devices = {p.device for p in model.parameters() if p.device.type != "meta"}
@@ -67,7 +68,7 @@ def _check_choices(site: SitePlan, device: torch.device) -> list[str]:
             if way is None:
                 continue
             call = way.call(*gemm_shape(choice.gemm, site.m, site.k, site.n))
-            if choice.backend == "auto":  # settled when it is placed; the reference can run anything
+            if choice.backend == "auto":  # resolved when it is placed; the reference backend runs any call
                 continue
             verdict = registry.backend("scaled_mm", choice.backend).supports(call, device)
         except ValueError as error:

@@ -1,20 +1,34 @@
-"""Policy: from evidence to a plan. For every GEMM, the fastest candidate that is accurate enough.
+"""Turn a probe report into a plan: for every GEMM, choose the fastest candidate that is accurate enough.
 
-A candidate is accurate enough by what its error does to the loss (`Candidate.harm`, see docs/concepts/score.md): at most its share of the margin, margin / sqrt(units). A forward GEMM that was
-swapped in and measured on the metric is judged by that instead, by the same rule as in the report (`loka.dispatch.margin.allow`): what is called vetoed there is in no plan. Where nothing in the model has a score
-(a loop without gradients) the error of the product counts, which says little about the loss: the upper end of guarded MERE in fprop, of relative L2 in the gradient GEMMs. Where others have one, a candidate without (a frozen layer that no gradient
-reaches, a recipe that was not scored while the model trained) is in no plan that was not told so: a margin that holds for some of the model holds for none of it. It is fast enough when the *lower* end of its speed-up's interval exceeds `min_speedup`. High precision is always a
-candidate: it wins whenever nothing passes both, and it wins ties, so nothing that may be slower than bf16 is ever chosen for its speed.
+Accurate enough, by the first of these that is available:
 
-Without measured speed nothing can be called fast, so there are three kinds of plan:
+    metric   the change of the metric measured with this recipe swapped in (fprop only), judged by the same rule as in
+             the report (`loka.dispatch.margin.allow`): what the report vetoes is never planned. A prediction beyond
+             HOPELESS times the margin must pass the score as well
+    score    the predicted change of the loss (`Candidate.harm`, see docs/concepts/score.md), at most this GEMM's share
+             of the margin, margin / sqrt(units)
+    error    of the product, if nothing in the model has a score (a loop without gradients): the upper end of guarded
+             MERE in fprop, of relative L2 in the gradient GEMMs. It says little about the loss
 
-    min_speedup = 1.05                         speeds are Probe's own, of the machine it ran on; a candidate without one is refused
-    min_speedup = 1.05, target = "NVIDIA H200" speeds are database rows of that machine (`speed`), labelled so
-    min_speedup = None                         accuracy only, labelled so: the first recipe in PREFERENCE that is accurate enough, finer
-                                               scales first: where no speed is known, nothing is gained by the coarser ones
+Where other sites have a score, a candidate without one (a frozen layer that no gradient reaches, a recipe that was not
+scored during training) is planned only if `recipe` or an override names it: a margin must cover the whole model.
 
-`recipe` keeps to one recipe where "auto" compares all. `overrides` maps wildcards over site names to a recipe or to "high"; the first that
-matches decides, and the plan says that it was told. `max_metric_change` sets a budget for the whole model (`budget`).
+Fast enough: the *lower* end of the speed-up's interval exceeds `min_speedup`. High precision is always a candidate. It
+is chosen if no other candidate passes both tests, and it wins ties, so nothing that may be slower than bf16 is chosen
+for speed.
+
+Speed must be measured, so there are three kinds of plan:
+
+    min_speedup = 1.05                         Probe's own times, of the machine it ran on; untimed candidates are
+                                               refused
+    min_speedup = 1.05, target = "NVIDIA H200" times from database rows of that machine (`speed`), and labelled as such
+    min_speedup = None                         accuracy only, and labelled as such: the first recipe in PREFERENCE that
+                                               is accurate enough. Finer scales come first: with no known speed, coarser
+                                               ones gain nothing
+
+`recipe` restricts the choice to one recipe; "auto" compares all. `overrides` maps wildcards over site names to a recipe
+or to "high"; the first match decides, and the plan records it. `max_metric_change` sets a budget for the whole model
+(`budget`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,20 +53,21 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Policy:
-    """What a plan is made under: the errors that are allowed, the speed-up that is wanted, the device it is for, and choices by name.
+    """The requirements for a plan: error limits, required speed-up, target device and overrides by site name.
 
     Args:
-        max_error: largest MERE of a forward product, where there is no score.
-        max_gradient_error: largest relative L2 of a gradient, likewise.
-        min_speedup: over bf16, quantisation included; None for accuracy only.
-        target: device the speeds are for; None: where Probe ran.
-        overrides: recipe, "high" or "auto" by pattern of site names.
-        recipe: one for all, or "auto".
-        weights: which database rows: weights quantised in every call ("dynamic"), or before ("cached").
-        row_factor: rows of a call on the target over those where Probe ran.
-        max_metric_change: budget of the end metric, relative, e.g. 0.001.
-        margin: relative change of the loss that counts as none.
-        chains: linears in FP8 from one to the next; None: where no speed is asked for, since none of a chain is known here.
+        max_error: largest allowed MERE of a forward product, where there is no score.
+        max_gradient_error: largest allowed relative L2 error of a gradient, where there is no score.
+        min_speedup: required speed-up over bf16, quantization included; None for accuracy only.
+        target: device the speed-ups are for; None for the device Probe ran on.
+        overrides: maps patterns of site names to a recipe, "high" or "auto".
+        recipe: one recipe for all sites, or "auto".
+        weights: which database rows to use: weights quantized in every call ("dynamic") or once ("cached").
+        row_factor: rows per call on the target divided by rows per call where Probe ran.
+        max_metric_change: budget for the relative change of the end metric, e.g. 0.001.
+        margin: relative change of the loss that counts as no change.
+        chains: whether to keep activations in FP8 from one linear to the next. None does so only if `min_speedup` is
+            None, since a report has no times of chains.
 
     Example:
         >>> make_plan(report.record, Policy(min_speedup=None))
@@ -90,23 +105,24 @@ class Policy:
                 raise ValueError(f"override {pattern!r}: {choice!r} is not one of {known}")
 
     def limit(self, gemm: Gemm) -> float:
-        """The error allowed in one GEMM."""
+        """Return the error limit of one GEMM."""
         return self.max_error if gemm == "fprop" else self.max_gradient_error
 
 
 def make_plan(
     report: ProbeReport, policy: Policy, *, database: Database | None = None, verify: Verify | None = None
 ) -> Plan:
-    """Choose for every GEMM of every site.
+    """Choose a backend and precision for every GEMM of every site.
 
     Args:
-        report: what Probe found.
-        policy: what is asked.
-        database: rows for `policy.target`; None takes those that ship with the package.
-        verify: measures a budgeted plan as a whole; the budget is tightened until what it measures is within the bound.
+        report: the evidence collected by Probe.
+        policy: the requirements.
+        database: times for `policy.target`; None uses the rows that ship with the package.
+        verify: measures the relative metric change of a whole plan. Needs `max_metric_change`: the set of converted
+            sites is reduced until the measured change is within it.
 
     Returns:
-        The plan, every choice with its reason.
+        The plan, with a reason for every choice.
 
     Example:
         >>> make_plan(report.record, Policy(min_speedup=None)).low_precision_share
@@ -127,7 +143,7 @@ def make_plan(
         units=units,
         wanted=policy.chains,
         refusal=_refuse_chains(policy),
-        told={s.name: text for s in report.sites if (text := _overridden(s, policy))},
+        told={s.name: text for s in report.sites if (text := _find_override(s, policy))},
     )
     plan = Plan(
         model=report.model,
@@ -141,7 +157,7 @@ def make_plan(
         units=chains,
         margin=policy.margin,
         environment=report.environment,
-        notes=[*notes, *_take_notes(report, policy, speeds), *_tell_unseen(report), *told],
+        notes=[*notes, *_speed_notes(report, policy, speeds), *_unseen_notes(report), *told],
         weights=policy.weights if isinstance(speeds, DatabaseSpeeds) else None,
         max_metric_change=policy.max_metric_change,
     )
@@ -149,7 +165,7 @@ def make_plan(
 
 
 def _refuse_chains(policy: Policy) -> str | None:
-    """Why what is asked leaves no room for chains."""
+    """Return why this policy rules out chains, or None."""
     if policy.recipe != AUTO:
         return f"{policy.recipe} was asked for at every linear"
     if policy.max_metric_change is not None:
@@ -159,8 +175,8 @@ def _refuse_chains(policy: Policy) -> str | None:
     return None
 
 
-def _overridden(site: Site, policy: Policy) -> str | None:
-    """What an override says about a site, where it is not left to the evidence."""
+def _find_override(site: Site, policy: Policy) -> str | None:
+    """Describe the override that fixes a site's recipe, or return None if the evidence decides."""
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             return None if override == AUTO else f"override {pattern!r}: {override}"
@@ -168,7 +184,7 @@ def _overridden(site: Site, policy: Policy) -> str | None:
 
 
 def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None) -> tuple[Speeds, list[str]]:
-    """Probe's own times for the machine it ran on; the database's for any other, and for the same where one is given."""
+    """Return Probe's own times for the machine it ran on, or database times for a target, with notes for the plan."""
     here = report.environment.device
     if policy.target is None or (policy.target == here and database is None):
         if database is not None:
@@ -187,7 +203,7 @@ def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None)
     return DatabaseSpeeds(database, machine, policy.weights, policy.row_factor), notes
 
 
-def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str]:
+def _speed_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str]:
     if policy.min_speedup is None:
         return ["made for accuracy only: no speed was considered"]
     timed = any(c.speedup for site in report.sites for gemm in site.gemms for c in speeds.options(site, gemm))
@@ -203,8 +219,8 @@ def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str
     ]
 
 
-def _tell_unseen(report: ProbeReport) -> list[str]:
-    """Sites without evidence: a share of the probed FLOPs does not count them."""
+def _unseen_notes(report: ProbeReport) -> list[str]:
+    """List sites that no sampled step called. They are missing from shares of the probed FLOPs."""
     unseen = [site.name for site in report.sites if not site.gemms and site.kept is None]
     if not unseen:
         return []
@@ -215,33 +231,33 @@ def _tell_unseen(report: ProbeReport) -> list[str]:
     ]
 
 
-def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
+def _make_site_plan(site: Site, choices: list[Choice]) -> SitePlan:
     return SitePlan(site=site.name, m=site.m, k=site.k, n=site.n, flops_share=site.flops_share, choices=choices)
 
 
 def _scored_gemms(report: ProbeReport) -> frozenset[Gemm]:
-    """GEMMs of which something in the model says what errors do to the loss; gradients are scored without a known loss too."""
+    """Return the GEMM kinds that are scored at some site. Gradient GEMMs are scored even if the loss is unknown."""
     return frozenset(c.gemm for site in report.sites for c in site.candidates if c.harm is not None)
 
 
 def _plan_site(
     site: Site, policy: Policy, speeds: Speeds, units: int = 1, *, scored: frozenset[Gemm] = frozenset()
 ) -> SitePlan:
-    if site.kept is not None and not site.gemms:  # nothing was measured that an override could choose
-        return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in GEMMS])
+    if site.kept is not None and not site.gemms:  # nothing was measured, so an override has nothing to choose from
+        return _make_site_plan(site, [choice_of(gemm, None, site.kept) for gemm in GEMMS])
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             why = f"override {pattern!r}: {override}"
             if override == HIGH:
-                return _site_plan(site, [choice_of(gemm, None, why) for gemm in site.gemms])
+                return _make_site_plan(site, [choice_of(gemm, None, why) for gemm in site.gemms])
             if override == AUTO:
                 policy = replace(policy, recipe=AUTO)
                 break
             recipe = recipe_named(override)
-            return _site_plan(site, [_told(site, gemm, recipe, why, speeds) for gemm in site.gemms])
+            return _make_site_plan(site, [_choose_overridden(site, gemm, recipe, why, speeds) for gemm in site.gemms])
     if site.kept is not None:
-        return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
-    return _site_plan(
+        return _make_site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
+    return _make_site_plan(
         site,
         [
             choose(list(speeds.options(site, gemm)), gemm, policy, site, units, scored=gemm in scored)
@@ -250,8 +266,8 @@ def _plan_site(
     )
 
 
-def _told(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -> Choice:
-    """A choice that was not left to the evidence: on the fastest backend that was evaluated."""
+def _choose_overridden(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -> Choice:
+    """Choose the fastest evaluated backend for the recipe that an override asks for."""
     if recipe.operands(gemm) is None:
         return choice_of(gemm, None, f"{reason}; {recipe.name} keeps {gemm} in high precision")
     options = [c for c in speeds.options(site, gemm) if c.recipe == recipe.name and c.refusal is None]
@@ -259,7 +275,7 @@ def _told(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -
         raise ValueError(
             f"{site.name} {gemm}: {reason}, but no backend was evaluated with {recipe.name}; probe with it"
         )
-    return _choice(min(options, key=_rank_by_time), reason, [])
+    return _make_choice(min(options, key=_rank_by_time), reason, [])
 
 
 def choose(
@@ -271,18 +287,18 @@ def choose(
     *,
     scored: bool = False,
 ) -> Choice:
-    """The choice for one GEMM among its options; high precision where none passes.
+    """Choose among the candidates of one GEMM; high precision if none passes.
 
     Args:
         options: candidates with their speeds.
-        gemm: which one.
-        policy: what is asked.
-        site: where it is, for what was measured by swapping it in.
-        units: that share the margin.
-        scored: other candidates of the model for the same GEMM have a score, so one without is judged by no error of its product.
+        gemm: which GEMM of the linear.
+        policy: the requirements.
+        site: the linear, for its measured metric change.
+        units: number of units that share the margin.
+        scored: whether this GEMM has a score elsewhere in the model; then candidates without one are refused.
 
     Returns:
-        What runs, why, and what was refused.
+        The choice, its reason, and why the other candidates were refused.
     """
     passing: list[Candidate] = []
     refusals: list[str] = []
@@ -298,10 +314,10 @@ def choose(
         nothing = f"{policy.recipe} keeps {gemm} in high precision" if kept else "no candidate was evaluated"
         return choice_of(gemm, None, "; ".join(refusals) or nothing, refusals=refusals)
     best = min(passing, key=_rank_by_preference if policy.min_speedup is None else _rank_by_time)
-    return _choice(best, _explain(best, policy, site), refusals)
+    return _make_choice(best, _explain(best, policy, site), refusals)
 
 
-def _choice(candidate: Candidate, reason: str, refusals: list[str]) -> Choice:
+def _make_choice(candidate: Candidate, reason: str, refusals: list[str]) -> Choice:
     error, speedup, time = candidate.error, candidate.speedup, candidate.microseconds
     return choice_of(
         candidate.gemm,
@@ -316,13 +332,13 @@ def _choice(candidate: Candidate, reason: str, refusals: list[str]) -> Choice:
 
 
 def _refuse(candidate: Candidate, policy: Policy, site: Site | None, units: int, scored: bool) -> str | None:
-    """Why a candidate is out, or None."""
+    """Return why a candidate is refused, or None."""
     if candidate.refusal is not None:
         return candidate.refusal
     if scored and policy.recipe == AUTO and candidate.harm is None and not _was_swapped(candidate, site):
         why = site.unscored if site is not None and site.unscored else f"{candidate.recipe} was not scored"
-        return f"nothing says what its error does to the loss, as it is known of others: {why}; hint: loka.tune swaps it in and measures"
-    if (refusal := _refuse_by_harm(candidate, policy, site, units)) is not None:
+        return f"it has no score, while other sites of the model do: {why}; hint: loka.tune swaps it in and measures it"
+    if (refusal := _refuse_by_accuracy(candidate, policy, site, units)) is not None:
         return refusal
     if policy.min_speedup is None:
         return None
@@ -337,14 +353,14 @@ def _refuse(candidate: Candidate, policy: Policy, site: Site | None, units: int,
 
 
 def _was_swapped(candidate: Candidate, site: Site | None) -> bool:
-    """Whether the metric was measured with this very recipe in the forward GEMM."""
+    """Check whether the metric was measured with this recipe swapped into the forward GEMM."""
     if site is None or site.metric_change is None:
         return False
     return candidate.gemm == "fprop" and site.metric_recipe == candidate.recipe
 
 
-def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str | None:
-    """Why a candidate is not accurate enough, or None: by the metric where it was swapped in, by the score, by the error where there is neither."""
+def _refuse_by_accuracy(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str | None:
+    """Return why a candidate is not accurate enough, or None. The module docstring has the rule."""
     harm, margin = candidate.harm, policy.margin
     if _was_swapped(candidate, site):
         assert site is not None
@@ -356,10 +372,10 @@ def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, uni
             return None
     if harm is not None:
         share = share_of_margin(margin, units)
-        if harm.high > share:  # the end that Probe's verdict goes by: what it calls unsafe is in no plan
+        if harm.high > share:  # Probe's verdict uses the same end: what it calls unsafe is never planned
             return f"predicted change of the loss up to {harm.high:.4%} exceeds {share:.4%}, its share of the margin"
         if policy.limit(candidate.gemm) >= Policy().limit(candidate.gemm):
-            return None  # a limit of the error that is tighter than the default is a request of its own, see below
+            return None  # only an error limit tighter than the default applies in addition to the score
     error, limit = candidate.error, policy.limit(candidate.gemm)
     if error is None:
         return "error not measured"
@@ -388,7 +404,7 @@ def _explain(candidate: Candidate, policy: Policy, site: Site | None) -> str:
             f"{candidate.recipe}: predicted change of the loss {candidate.harm.value:.4%}, margin {policy.margin:.3%}"
         )
     else:
-        assert error is not None  # _refuse refuses what was not measured
+        assert error is not None  # _refuse rejects candidates without a measured error
         reason = f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}; what it does to the loss was not measured"
     if policy.min_speedup is None or candidate.speedup is None:
         return f"{reason}; the finest recipe that passes, speed not considered"

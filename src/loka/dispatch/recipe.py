@@ -1,37 +1,43 @@
-"""The one table of recipes, for training, for post-training quantisation and for the generative engine.
+"""The table of recipes, for training, post-training quantization and the generative engine.
 
-A recipe says what each of a linear's three GEMMs quantises its operands to:
+A recipe says what each of a linear's three GEMMs quantizes its operands to:
 
     fprop   y  = x  W^T      a = x  [M, K]     b = W   [N, K]
     dgrad   dx = dy W        a = dy [M, N]     b = W^T [K, N]
     wgrad   dW = dy^T x      a = dy^T [N, M]   b = x^T [K, M]
 
-A GEMM whose pair is None stays in high precision. The names are torchao's where torchao has one, and so are the granularities of the scales. The rest is
-not the same, as of torchao 0.17 to 0.19:
+A GEMM whose entry is None stays in high precision. Names and scale granularities follow torchao where it has the
+recipe. The rest differs from torchao 0.17 to 0.19:
 
-    gradients      torchao casts them to E5M2 under tensorwise, E4M3 under both rowwise recipes; here E4M3 (LinearOptions(gradients=...) changes that)
+    gradients      torchao casts them to E5M2 under tensorwise and to E4M3 under both rowwise recipes; here always E4M3
+                   (LinearOptions(gradients=...) changes that)
     scales         torchao rounds those of both rowwise recipes down to powers of two; here they are amax / 448
-    accumulation   torchao's is fast in the forward GEMM only; here in dgrad too. Never in wgrad: Hopper keeps about 14 bits of a running sum, and a sum over the
-                   batch is long and of one sign behind a ReLU, so that the small gradients of the many easy examples are cut off. A DLRM at 8192 rows lost 0.4 % of its
-                   log loss to that alone (NOTES.md, 2026-11-16)
+    accumulation   torchao's is fast in the forward GEMM only; here in dgrad too. Never in wgrad: Hopper keeps about 14
+                   bits of a running sum, and the sum over the batch is long and, behind a ReLU, of one sign, so the
+                   small gradients of the many easy examples are cut off. A DLRM at 8192 rows lost 0.4 % of its log loss
+                   to that alone (NOTES.md, 2026-11-16)
 
-So errors and times of a recipe here are not those of torchao's under the same name. `export_torchao` writes the configuration of torchao that is ours.
+So a recipe's errors and times here are not those of the torchao recipe of the same name. `export_torchao` writes a
+torchao configuration that is equivalent to ours.
 
-Serving quantises forward products only, of linears and of grouped linears (experts); there a recipe is its fprop. A mixture gives sites recipes of this table by name and kind;
-the first rule that matches decides:
+Serving only runs forward products, of linears and grouped linears (experts), so there a recipe means its fprop. A
+mixture assigns recipes to sites by name and kind; the first rule that matches decides:
 
-    onerec        experts blockwise; attention and dense FFN rowwise; heads, router and context processor in 16 bits: cheap, or the last thing before a ranking
-    onerec_rows   the same with experts rowwise: their GEMM is faster without a rescaling every 128 products, and coarser
-    onerec_mixed  experts' gate and up rowwise, since their input was just normalised; down blockwise, since its input is a product
-    none          nothing: the model as it is
+    onerec        experts blockwise; attention and dense FFN rowwise; heads, router and context processor in 16-bit,
+                  since they are cheap or come last before the ranking
+    onerec_rows   the same with experts rowwise: their GEMM is faster without rescaling every 128 products, but coarser
+    onerec_mixed  experts' gate and up rowwise, since their input was just normalized; down blockwise, since its input
+                  is a product
+    none          nothing is quantized
 
-Three more recipes are beyond FP8 on Hopper. No kernel takes them yet, so they run emulated and are labelled so: their errors are those of the format, their times mean
-nothing. Probe judges them where it is asked to (`Probe(model, recipes=("mxfp8", "nvfp4", "int8"))`), so that an owner of another card can see
-what would be safe there:
+Three more recipes are not FP8 on Hopper. No kernel supports them yet, so they run emulated and are labelled so: their
+errors are those of the format, their times mean nothing. Probe evaluates them on request (`Probe(model,
+recipes=("mxfp8", "nvfp4", "int8"))`), to show what would be safe on other GPUs:
 
-    mxfp8   E4M3 under power-of-two scales, one for 32 elements; Blackwell
-    nvfp4   E2M1 under E4M3 scales, one for 16 elements, and a float32 one for the tensor; gradients are rounded stochastically; Blackwell
-    int8    one float32 scale a row; GPUs before Hopper and after
+    mxfp8   E4M3 with one power-of-two scale per 32 elements; Blackwell
+    nvfp4   E2M1 with one E4M3 scale per 16 elements and one float32 scale per tensor; gradients are rounded
+            stochastically; Blackwell
+    int8    one float32 scale per row; GPUs before Hopper and after
 """
 
 from dataclasses import dataclass, replace
@@ -44,16 +50,16 @@ from loka.records import Candidate, Choice, Gemm
 
 @dataclass(frozen=True)
 class Recipe:
-    """One named way to run a linear in low precision, forward and backward."""
+    """A named way to run a linear in low precision, forward and backward. None keeps a GEMM in high precision."""
 
     name: str
     fprop: GemmWay | None
     dgrad: GemmWay | None
     wgrad: GemmWay | None
-    usual: bool = True  # FP8 that Hopper multiplies: what is scored and timed unless others are named
+    usual: bool = True  # FP8 that Hopper supports: scored and timed unless other recipes are named
 
     def operands(self, gemm: Gemm) -> GemmWay | None:
-        """What one GEMM runs, its backend still open; None for high precision."""
+        """Return what one GEMM runs, with no backend chosen yet; None for high precision."""
         chosen: GemmWay | None = getattr(self, gemm)
         return chosen
 
@@ -86,13 +92,13 @@ USUAL: tuple[str, ...] = tuple(name for name, recipe in RECIPES.items() if recip
 
 
 def recipe_named(name: str) -> Recipe:
-    """A recipe of the one table.
+    """Look up a recipe by name.
 
     Args:
-        name: e.g. rowwise.
+        name: a key of RECIPES, e.g. "rowwise".
 
     Returns:
-        What each GEMM quantises its operands to.
+        The recipe: what each GEMM quantizes its operands to.
 
     Raises:
         ValueError: no such recipe; the message lists them.
@@ -107,13 +113,13 @@ def recipe_named(name: str) -> Recipe:
 
 
 def way_of(written: Choice | Candidate) -> GemmWay | None:
-    """The `GemmWay` that a choice of a plan spells in strings.
+    """Parse the `GemmWay` that a plan's choice or a report's candidate spells in strings.
 
     Args:
-        written: one GEMM of a plan, or of a probe's report (where the recipe says how it adds up).
+        written: a choice, or a candidate (whose recipe decides about fast accumulation).
 
     Returns:
-        What runs; None for high precision.
+        The operands' formats and the backend; None for high precision.
 
     Example:
         >>> str(way_of(plan.sites[0].choices[0]))
@@ -131,7 +137,7 @@ def way_of(written: Choice | Candidate) -> GemmWay | None:
 
 
 def choice_of(gemm: Gemm, way: GemmWay | None, reason: str, **evidence: Any) -> Choice:
-    """The inverse of `way_of`, as a plan has it; None is high precision, and `evidence` are further fields of the Choice."""
+    """Make a plan's choice from a `GemmWay` (None: high precision). `evidence` holds further fields of `Choice`."""
     if way is None:
         return Choice(gemm=gemm, backend="high", a=None, b=None, reason=reason, **evidence)
     a, b = str(way.a), str(way.b)
@@ -140,13 +146,13 @@ def choice_of(gemm: Gemm, way: GemmWay | None, reason: str, **evidence: Any) -> 
 
 @dataclass(frozen=True)
 class Rule:
-    """Sites whose qualified name matches a pattern run a recipe.
+    """Assigns a recipe to the sites whose qualified names match a pattern.
 
     Args:
-        pattern: of the names, as `fnmatch` reads it.
-        recipe: a name of RECIPES; None keeps them in 16 bits.
-        reason: for the record.
-        experts_only: grouped linears alone.
+        pattern: an `fnmatch` pattern.
+        recipe: a key of RECIPES; None keeps the sites in 16-bit precision.
+        reason: written to the record.
+        experts_only: whether the rule applies to grouped linears only.
 
     Example:
         >>> Rule("head.*", None, "the last product")
@@ -164,10 +170,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Recipes by site: rules in order of precedence; what none of them matches stays in 16 bits.
+    """Assigns recipes to sites by rules. Sites that no rule matches stay in 16-bit precision.
 
     Args:
-        name: in records.
+        name: the name used in records.
         rules: the first that matches decides.
 
     Example:
@@ -178,14 +184,11 @@ class Mixture:
     rules: tuple[Rule, ...]
 
     def decide(self, site: str, *, experts: bool) -> Rule:
-        """The rule that decides about a site.
+        """Return the first rule that matches a site.
 
         Args:
             site: its qualified name.
             experts: whether it is a grouped linear.
-
-        Returns:
-            The first rule that matches.
         """
         for rule in self.rules:
             if (experts or not rule.experts_only) and fnmatchcase(site, rule.pattern):
@@ -194,7 +197,7 @@ class Mixture:
 
 
 def _onerec(name: str, gate_up: str, down: str) -> Mixture:
-    """Experts' two projections by the given recipes, the shared expert's likewise: they are one GEMM then."""
+    """Make a OneRec mixture. The shared expert uses the routed experts' recipes, so that both run as one GEMM."""
     return Mixture(
         name,
         (
@@ -223,13 +226,13 @@ MIXTURES: dict[str, Mixture] = {
 
 
 def mixture_named(name: str) -> Mixture:
-    """A mixture by name; a recipe is the mixture that has it everywhere.
+    """Look up a mixture by name. The name of a recipe gives a mixture that applies it to every site.
 
     Args:
-        name: of a recipe or of a mixture.
+        name: the name of a recipe or a mixture.
 
     Returns:
-        The rules.
+        The mixture.
 
     Raises:
         ValueError: no such name.

@@ -1,11 +1,14 @@
-"""Where rows of the performance database come from: this machine, a benchmark's record, or the files that ship with the package.
+"""Make rows for the performance database, from timings on this machine, benchmark records or files in the package.
 
-    rows_of_timings(job, timings, versions)    what `loka.measure.site` measured, ready for `Database.add`
-    rows_of_bench(record)                      a KernelBench record (`loka bench kernels`): bare kernels, for chains
-    shipped()                                  rows measured on an H200 and committed, so that a machine without a GPU can plan for one
+    rows_of_timings(job, timings, versions)    from timings by `loka.measure.site`, ready for `Database.add`
+    rows_of_bench(record)                      from a KernelBench record (`loka bench kernels`): bare kernels, for
+                                               chains
+    shipped()                                  rows measured on an H200 that ship with the package, so that a machine
+                                               without a GPU can plan for one
 
-The variant of a GEMM of a Linear is spelled `fprop e4m3:row @ e4m3:row fast, weights dynamic`; wgrad has no weight among its operands and no such end.
-The version of a backend names the library and loka itself, whose quantisers are part of every time.
+The variant of a linear's GEMM is spelled `fprop e4m3:row @ e4m3:row fast, weights dynamic`. The end is missing for
+wgrad, which has no weight operand. A backend's version names its library and loka, whose quantizers are part of every
+time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,19 +32,19 @@ _DISTRIBUTIONS = {"deepgemm": "sgl-deep-gemm", "fbgemm": "fbgemm-gpu-genai", "to
 
 
 def linear_variant(gemm: Gemm, a: str, b: str, *, fast_accum: bool, weights: Weights) -> str:
-    """The spelling of one GEMM of a Linear."""
+    """Spell the variant of one GEMM of a linear."""
     end = "" if gemm == "wgrad" else f", weights {weights}"
     return f"{gemm} {a} @ {b}{' fast' if fast_accum else ''}{end}"
 
 
 def linear_key(gemm: Gemm, way: GemmWay, m: int, k: int, n: int, weights: Weights) -> Key:
-    """Where the time of one GEMM of a Linear with M rows, K inputs and N outputs is filed."""
+    """Return the database key of one GEMM of a linear with M rows, K inputs and N outputs."""
     variant = linear_variant(gemm, str(way.a), str(way.b), fast_accum=way.fast_accum, weights=weights)
     return Key(LINEAR, variant, m, k, n, way.backend)
 
 
 def versions_of(environment: Environment) -> dict[str, str]:
-    """What each backend is, in the process that runs."""
+    """Return the version of each backend in this process."""
     own = f"loka {environment.loka}"
     known = {"torch": f"torch {environment.torch}", "triton": f"triton {environment.triton or ABSENT}"}
     found = {BASELINE: f"torch {environment.torch}", "reference": own}
@@ -53,13 +56,13 @@ def versions_of(environment: Environment) -> dict[str, str]:
 
 
 def machine_here(environment: Environment | None = None) -> Machine:
-    """This machine, as rows must match it."""
+    """Describe this machine, for matching rows."""
     here = environment or snapshot()
     return Machine(here.device, here.driver, here.torch, versions_of(here))
 
 
 def origin_of(environment: Environment) -> Origin:
-    """Where rows measured in this environment come from."""
+    """Return the origin of rows measured in an environment."""
     return Origin(
         device=environment.device,
         driver=environment.driver,
@@ -71,12 +74,12 @@ def origin_of(environment: Environment) -> Origin:
 
 
 def rows_of_timings(job: SiteJob, timings: Sequence[SiteTiming], versions: dict[str, str]) -> list[PerformanceRow]:
-    """A job's answers as rows; what was not tried (no GPU, no time left) is no row."""
+    """Convert a job's timings to rows, except those that were not tried (no GPU, no time left)."""
     return [_row_of_timing(job, timing, versions) for timing in timings if not was_not_tried(timing)]
 
 
 def was_not_tried(timing: SiteTiming) -> bool:
-    """Whether an answer says nothing about the kernel: no GPU, or no time left. Both may be different next time."""
+    """Check whether a refusal says nothing about the kernel: no GPU, or no time left. Both may differ next time."""
     refusal = timing.refusal or ""
     return refusal == NO_GPU or refusal.startswith(("not timed:", "not run:", "timed out"))
 
@@ -91,30 +94,30 @@ def _row_of_timing(job: SiteJob, timing: SiteTiming, versions: dict[str, str]) -
         n=key.n,
         backend=key.backend,
         version=versions[key.backend],
-        microseconds=_shorten(timing.microseconds),
-        speedup=_shorten(timing.speedup),
-        baseline=_shorten(timing.baseline),
-        errors={d: Errors(**{name: _short(e) for name, e in errors.items()}) for d, errors in timing.errors.items()},
-        conformance=None if timing.error is None else _short(timing.error),
-        tolerance=None if timing.tolerance is None else _short(timing.tolerance),
+        microseconds=_round_interval(timing.microseconds),
+        speedup=_round_interval(timing.speedup),
+        baseline=_round_interval(timing.baseline),
+        errors={d: Errors(**{name: _round(e) for name, e in errors.items()}) for d, errors in timing.errors.items()},
+        conformance=None if timing.error is None else _round(timing.error),
+        tolerance=None if timing.tolerance is None else _round(timing.tolerance),
         refusal=timing.refusal,
     )
 
 
-def _short(value: float) -> float:
-    """Five digits: more than a clock gives, and a third of the file."""
+def _round(value: float) -> float:
+    """Round to five significant digits: more than a clock resolves, and a third of the file size."""
     return float(f"{value:.5g}")
 
 
-def _shorten(interval: Interval | None) -> Interval | None:
+def _round_interval(interval: Interval | None) -> Interval | None:
     if interval is None:
         return None
-    return Interval(value=_short(interval.value), low=_short(interval.low), high=_short(interval.high))
+    return Interval(value=_round(interval.value), low=_round(interval.low), high=_round(interval.high))
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Rows taken from a benchmark's record, and why others were not."""
+    """Rows taken from a benchmark record, and how many were skipped for which reason."""
 
     origin: Origin
     rows: list[PerformanceRow]
@@ -122,13 +125,16 @@ class Imported:
 
 
 def rows_of_bench(record: KernelBench) -> Imported:
-    """Bare kernels and their bf16 baselines as rows; M must be the edge of a bucket, since a row is used for all of it."""
+    """Convert the bare kernels and bf16 baselines of a benchmark record to rows.
+
+    Rows whose M is not a bucket's edge are skipped, since a row stands for its whole bucket.
+    """
     versions = versions_of(record.environment)
     rows: list[PerformanceRow] = []
     skipped: dict[str, int] = {}
     baselines = {row.call: row.microseconds for row in record.rows if row.backend == BASELINE}
     for row in record.rows:
-        reason = _unfit(row, versions)
+        reason = _reason_to_skip(row, versions)
         if reason is not None:
             skipped[reason] = skipped.get(reason, 0) + 1
             continue
@@ -144,7 +150,7 @@ def rows_of_bench(record: KernelBench) -> Imported:
     return Imported(origin_of(record.environment), rows, skipped)
 
 
-def _unfit(row: KernelRow, versions: dict[str, str]) -> str | None:
+def _reason_to_skip(row: KernelRow, versions: dict[str, str]) -> str | None:
     if row.backend in _DISTRIBUTIONS:
         return f"the record does not say which version of {row.backend} it timed"
     if row.backend not in versions:
@@ -161,7 +167,7 @@ def _unfit(row: KernelRow, versions: dict[str, str]) -> str | None:
 
 
 def shipped() -> Iterator[tuple[str, PerformanceRows]]:
-    """The exports that come with the package, by file name."""
+    """Yield the exports that ship with the package, with their file names."""
     folder: Any = files("loka.dispatch") / "measured"
     if not folder.is_dir():
         return

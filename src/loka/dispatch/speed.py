@@ -1,11 +1,13 @@
-"""The speed side of a candidate: measured by Probe where it ran, or joined from the performance database for a machine that is elsewhere.
+"""Speeds of candidates: measured by Probe itself, or looked up in the performance database for another machine.
 
-Probe measures errors anywhere, by emulation if need be; times only exist for the machine they were taken on. For a plan `target="NVIDIA H200"` every
-recipe Probe has an error for is looked up in the database, backend by backend: same GEMM, Specs and K x N, M in the same bucket, all rows of one
-machine (the newest description of that device). The error stays Probe's: a backend that passed conformance computes the same function up to its
-tolerance. What has no row is refused with the reason; no time is interpolated between shapes.
+Probe measures errors on any machine, by emulation if need be, but times are only valid on the machine they were taken
+on. For a plan with `target="NVIDIA H200"` every recipe that Probe has an error for is looked up in the database,
+backend by backend: same GEMM, Specs and K x N, M in the same bucket, all rows of one machine (the newest description of
+that device). The error stays Probe's: a backend that passed conformance computes the same function up to its tolerance.
+A candidate without a row is refused with the reason; times are not interpolated between shapes.
 
-`fastest_backend` is the same question for a backend that was left to `auto`, where a module is placed: the rows of this very machine, the user's database before those that ship with the package.
+`fastest_backend` resolves the backend `auto` when a module is placed, from rows of this machine: first the user's
+database, then the rows that ship with the package.
 """
 
 import warnings
@@ -25,17 +27,17 @@ from loka.measure.timing import BASELINE
 from loka.records import Candidate, Gemm, ProbeReport, Site
 from loka.records.performance import Origin
 
-_KEPT_FIRST: tuple[Weights, ...] = ("cached", "dynamic")
+_CACHED_FIRST: tuple[Weights, ...] = ("cached", "dynamic")
 
 
 @dataclass(frozen=True)
 class ProbeSpeeds:
-    """Times Probe took itself, on the machine it ran on."""
+    """Times that Probe measured on the machine it ran on."""
 
     device: str
 
     def options(self, site: Site, gemm: Gemm) -> Iterator[Candidate]:
-        """Every candidate as it was measured."""
+        """Yield the candidates of one GEMM as Probe measured them."""
         for candidate in site.candidates:
             if candidate.gemm == gemm:
                 source = f"Probe on {self.device}" if candidate.speedup else None
@@ -44,7 +46,7 @@ class ProbeSpeeds:
 
 @dataclass(frozen=True)
 class DatabaseSpeeds:
-    """Times of database rows of one machine. `row_factor`: rows per call there over rows per call where Probe ran."""
+    """Times from database rows of one machine. `row_factor`: rows per call there over rows per call where Probe ran."""
 
     database: Database
     machine: Machine
@@ -52,7 +54,7 @@ class DatabaseSpeeds:
     row_factor: float = 1.0
 
     def options(self, site: Site, gemm: Gemm) -> Iterator[Candidate]:
-        """Every recipe that has an error, on every backend that was measured on the machine; then what Probe refused throughout."""
+        """Yield each recipe that Probe could run, on every backend with rows of the machine; refused ones unchanged."""
         backends = [name for name in self.machine.versions if name not in (BASELINE, "reference")]
         recipes = dict.fromkeys(c.recipe for c in site.candidates if c.gemm == gemm)
         for recipe in recipes:
@@ -61,9 +63,9 @@ class DatabaseSpeeds:
             if not measured:
                 yield from tried
             for backend in backends if measured else ():
-                yield self._join(site, _evidence_for(measured, backend), backend)
+                yield self._look_up(site, _evidence_for(measured, backend), backend)
 
-    def _join(self, site: Site, evidence: Candidate, backend: str) -> Candidate:
+    def _look_up(self, site: Site, evidence: Candidate, backend: str) -> Candidate:
         m = max(1, round(site.m * self.row_factor))
         way = way_of(evidence)
         assert way is not None  # a candidate has operands
@@ -76,7 +78,7 @@ class DatabaseSpeeds:
             speed["refusal"] = f"on {self.machine.device}: {row.refusal}"
         else:
             speed = {"microseconds": row.microseconds, "speedup": row.speedup}
-            speed["speed_source"] = _cite(found.origin, row.m, m, self.weights)
+            speed["speed_source"] = _describe_row(found.origin, row.m, m, self.weights)
             speed["speed_note"] = None if row.speedup else "not known: the row has no bf16 time to compare with"
         return msgspec.structs.replace(evidence, backend=backend, **speed)
 
@@ -85,12 +87,12 @@ Speeds = ProbeSpeeds | DatabaseSpeeds
 
 
 def _evidence_for(measured: list[Candidate], backend: str) -> Candidate:
-    """The error to judge a backend by: its own where it was evaluated, the law's otherwise."""
+    """Return the candidate whose error stands for a backend: its own if evaluated, else the reference's."""
     order = {backend: 0, "reference": 1}
     return min(measured, key=lambda candidate: order.get(candidate.backend, 2))
 
 
-def _cite(origin: Origin, measured_at: int, m: int, weights: Weights) -> str:
+def _describe_row(origin: Origin, measured_at: int, m: int, weights: Weights) -> str:
     at = f"M {m}" if m == measured_at else f"M {measured_at}, the bucket of {m}"
     commit = f", commit {origin.commit[:12]}" if origin.commit else ""
     return f"database row of {origin.date[:10]}, {origin.device}, driver {origin.driver}, torch {origin.torch}{commit}; {at}, weights {weights}"
@@ -98,7 +100,7 @@ def _cite(origin: Origin, measured_at: int, m: int, weights: Weights) -> str:
 
 @dataclass(frozen=True)
 class Fastest:
-    """The backend with the shortest measured time for a call, and the row that says so."""
+    """The backend with the shortest measured time for a call, and a description of the row it comes from."""
 
     backend: str
     source: str
@@ -107,23 +109,25 @@ class Fastest:
 def fastest_backend(
     gemm: Gemm, way: GemmWay, m: int, k: int, n: int, *, databases: Sequence[Database] | None = None, machine: Machine | None = None
 ) -> Fastest | None:  # fmt: skip
-    """The fastest backend that was measured on this machine for one GEMM of a linear, in the bucket of its rows.
+    """Return the fastest backend measured on this machine for one GEMM of a linear, in the bucket of its M.
+
+    Times with cached quantized weights are preferred, since a placed linear caches them.
 
     Args:
-        gemm: which one.
-        way: what it runs; its backend does not count.
+        gemm: which GEMM of the linear.
+        way: the operands' formats; its backend is ignored.
         m: rows of a call.
         k: inputs of the linear.
         n: outputs of the linear.
-        databases: where to look, first to last; None for the user's own, then the rows that ship with the package.
-        machine: whose rows count; None for this one.
+        databases: where to look, in order; None for the user's database, then the rows that ship with the package.
+        machine: whose rows to use; None for this machine.
 
     Returns:
-        The backend and where its time comes from; None where no row counts. Times with weights that are quantised before the call come first: a placed linear keeps them.
+        The backend and the source of its time; None if there is no row.
     """
     machine = machine or _this_machine()
     for database in _databases() if databases is None else databases:
-        for weights in _KEPT_FIRST:
+        for weights in _CACHED_FIRST:
             names = [name for name in machine.versions if name not in (BASELINE, "reference")]
             found = [database.find(linear_key(gemm, way.on(name), m, k, n, weights), machine) for name in names]
             timed = [
@@ -132,7 +136,7 @@ def fastest_backend(
             if timed:
                 _, row, origin = min(timed, key=lambda entry: entry[0])
                 assert origin is not None
-                return Fastest(row.backend, _cite(origin, row.m, m, weights))
+                return Fastest(row.backend, _describe_row(origin, row.m, m, weights))
     return None
 
 
@@ -142,7 +146,7 @@ def _this_machine() -> Machine:
 
 
 def _databases() -> Iterator[Database]:
-    """Those with rows of this machine's device, the user's first. A file that cannot be read is said, and passed over: `auto` has another answer."""
+    """Yield the user's database, then the shipped rows if they have this device. An unreadable file only warns."""
     device = _this_machine().device
     if default_path().exists():
         try:
@@ -160,7 +164,7 @@ def _shipped() -> Database:
 
 
 def shipped_database() -> Database:
-    """The rows that come with the package, in memory."""
+    """Load the rows that ship with the package into a database in memory."""
     database = Database(":memory:")
     for _, record in shipped():
         database.merge(record)
@@ -168,7 +172,7 @@ def shipped_database() -> Database:
 
 
 def choose_machine(database: Database, target: str, report: ProbeReport) -> tuple[Machine, list[str]]:
-    """The newest description of a device in a database, and notes on what was left out."""
+    """Return the newest description of a device in a database, and notes for the plan."""
     machines = database.machines()
     fitting = [machine for machine in machines if machine.device == target]
     if not fitting:

@@ -1,7 +1,8 @@
-"""The SQLite file behind the performance database: opened, prepared, read and written, with errors that name the file. It knows no rows.
+"""The SQLite file behind the performance database: opening, schema check, reads, writes, and errors that name the file.
 
-Write-ahead log, one short transaction per write, a wait of 30 s for the lock. A file that may not be written can still be read: SQLite wants to put
-files of its own beside a write-ahead log even to read, and where it cannot and none is pending, the file is opened as one that does not change.
+Write-ahead log, one short transaction per write, up to 30 s of waiting for the lock. A read-only file can still be
+read: SQLite needs to create files next to a write-ahead log even to read. If it cannot and no log is pending, the file
+is opened as immutable.
 """
 
 import os
@@ -18,11 +19,11 @@ LOCK_SECONDS = 30.0
 
 
 class Store:
-    """One table of one SQLite file. `readonly`: the file or its folder cannot be written."""
+    """One table of one SQLite file. `readonly` is True if the file or its folder cannot be written."""
 
     def __init__(self, path: str | Path, *, table: str, columns: str, schema: int, create: bool) -> None:
         self.path = str(path)
-        self.readonly = self.path != MEMORY and _look_at(Path(path), create)
+        self.readonly = self.path != MEMORY and _check_path(Path(path), create)
         with self.clear_errors():
             self.connection = self._connect_to_read() if self.readonly else self._connect(self.path)
             try:
@@ -37,7 +38,7 @@ class Store:
         return connection
 
     def _connect_to_read(self) -> sqlite3.Connection:
-        """A write-ahead log needs files beside the database; where there can be none and none is pending, the file is all there is."""
+        """Open read-only. If SQLite cannot create its log files and no log is pending, open the file as immutable."""
         where = f"file:{quote(os.path.abspath(self.path))}?mode=ro"
         connection = self._connect(where, uri=True)
         try:
@@ -59,7 +60,7 @@ class Store:
             raise ValueError(f"{self.path} has schema {version}, this loka reads {schema}; hint: loka db export, merge")
         tables = [name for (name,) in self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         if tables and table not in tables:
-            raise ValueError(f"{self.path} is somebody else's database: it holds {', '.join(tables)}")
+            raise ValueError(f"{self.path} is not a loka database: it holds {', '.join(tables)}")
         if version == schema:
             return
         if self.readonly:
@@ -71,7 +72,8 @@ class Store:
             self.connection.execute(f"PRAGMA user_version = {schema}")
 
     def _switch_to_wal(self) -> None:
-        """Needs the file alone for a moment, and SQLite does not always wait for that: two processes may create it at once."""
+        """Enable the write-ahead log. This needs exclusive access, and SQLite does not always wait for it by itself, so
+        retry in case another process creates the file at the same time."""
         end = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -84,21 +86,21 @@ class Store:
 
     @contextmanager
     def clear_errors(self) -> Iterator[None]:
-        """What SQLite says, with the file's name and what can be done. A mistake in how it is used (ProgrammingError) stays what it is."""
+        """Turn SQLite errors into ValueErrors that name the file and say what to do. ProgrammingErrors pass through."""
         try:
             yield
         except sqlite3.ProgrammingError:
             raise
-        except sqlite3.OperationalError as error:  # a lock, a full disk, rights
+        except sqlite3.OperationalError as error:  # a lock, a full disk, missing permissions
             raise ValueError(f"{self.path}: SQLite cannot do that: {error}") from error
         except sqlite3.DatabaseError as error:
-            if "not a database" in str(error):  # perhaps a file of another kind: nothing here may suggest to delete it
+            if "not a database" in str(error):  # may be an unrelated file: do not suggest replacing it
                 raise ValueError(f"{self.path} is not a performance database: {error}") from error
             raise ValueError(f"{self.path} is damaged: {error}; hint: loka db merge into a new file") from error
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Take the write lock at once: a reader that turned writer half-way could fail instead of waiting."""
+        """Take the write lock at the start: upgrading a read lock half-way could fail instead of waiting."""
         if self.readonly:
             raise ValueError(
                 f"{self.path} is read-only: the file or its folder cannot be written; hint: another --db or LOKA_DB"
@@ -112,24 +114,24 @@ class Store:
         self.connection.execute("COMMIT")
 
     def fetch(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Every row of a query."""
+        """Return all rows of a query."""
         with self.clear_errors():
             return self.connection.execute(query, tuple(values)).fetchall()
 
     def write(self, statement: str, values: Sequence[Sequence[Any]]) -> int:
-        """One statement for many values in one transaction; how many rows it changed."""
+        """Execute a statement for many values in one transaction and return how many rows it changed."""
         with self.clear_errors(), self._transaction():
             before = self.connection.total_changes
             self.connection.executemany(statement, values)
             return self.connection.total_changes - before
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self.connection.close()
 
 
-def _look_at(path: Path, create: bool) -> bool:
-    """Whether a database there can only be read; raises where there is none and none can be made."""
+def _check_path(path: Path, create: bool) -> bool:
+    """Return True if the database at a path can only be read. Raises if there is none and none can be created."""
     try:
         is_folder, exists = path.is_dir(), path.exists()
     except OSError as error:

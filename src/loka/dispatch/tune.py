@@ -1,16 +1,17 @@
-"""Measure what the database does not know yet, once, and the same for every rank.
+"""Measure candidates that have no database row for this machine yet, with the same result on every rank.
 
     result = tune(jobs, database, "cuda", seconds=120)
 
-A job is a GEMM of a Linear with its candidates (`loka.measure.site.SiteJob`); its M is rounded to its bucket first, since that is what a row stands for.
-Only what has no row for this machine is measured; the rest is known. Nothing is measured
+A job is a GEMM of a linear with its candidates (`loka.measure.site.SiteJob`); its M is first rounded to its bucket,
+which is what a row stands for. Nothing is measured
 
     under CUDA-graph capture    a measurement would become part of the graph: skipped, and the result says so
-    without a GPU               every answer is a refusal, and no row is written
+    without a GPU               every candidate is refused, and no row is written
 
-With torch.distributed, rank 0 decides what is missing, measures, and sends the rows to the others, which write them to databases of their own (or to
-the same file: the rows are equal). Times differ between ranks by noise; two ranks that choose by their own times would sometimes run different kernels, and a
-collective between them would wait for ever. A rank on another kind of machine than rank 0 raises: rows of one do not hold for the other.
+With torch.distributed, rank 0 decides what is missing, measures it, and broadcasts the rows; the other ranks write them
+to their own databases (or the same file: the rows are equal). Times differ between ranks by noise. Ranks that chose by
+their own times would sometimes run different kernels, and a collective between them would deadlock. A rank on a
+different machine than rank 0 raises, since its rows would not be valid there.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ Timer = Callable[..., list[list[SiteTiming]]]
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a call of `tune` did."""
+    """The result of `tune`."""
 
     measured: int = 0  # rows written, refusals of kernels included
     known: int = 0  # candidates that had a row already
@@ -51,7 +52,7 @@ class TuneResult:
 
 
 def key_of(job: SiteJob, candidate: GemmWay) -> Key:
-    """The database's key of one candidate of a job."""
+    """Return the database key of one candidate of a job."""
     return linear_key(job.gemm, candidate, job.m, job.k, job.n, job.weights)
 
 
@@ -62,13 +63,13 @@ def jobs_of_report(
     backends: Sequence[str] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> list[SiteJob]:
-    """Every GEMM of every site with every recipe on every backend (those that are emulation excepted): what a plan would look up.
+    """List the GEMMs of a report with every recipe on every backend: everything a plan would look up.
 
     Args:
-        report: what Probe found.
-        weights: quantised in every call, or before.
-        backends: all where None.
-        recipes: the usual ones where None.
+        report: a record of Probe.
+        weights: quantized in every call ("dynamic") or once ("cached").
+        backends: backends to measure; None for all but the reference, which is emulation.
+        recipes: recipes to measure; None for USUAL.
 
     Returns:
         Jobs for `tune`.
@@ -88,10 +89,10 @@ def jobs_of_report(
 
 
 def missing_jobs(jobs: Sequence[SiteJob], database: Database, machine: Machine) -> tuple[list[SiteJob], int]:
-    """Jobs at their buckets' edges with the candidates that have no row, and how many candidates have one."""
+    """Return jobs at bucket edges with the candidates that have no row, and the number of candidates that have one."""
     wanted: dict[SiteJob, list[GemmWay]] = {}
     for job in jobs:
-        weights = "dynamic" if job.gemm == "wgrad" else job.weights  # one and the same there
+        weights = "dynamic" if job.gemm == "wgrad" else job.weights  # wgrad has no weight operand: both are the same
         place = replace(job, m=bucket_of(job.m), candidates=(), weights=weights)
         listed = wanted.setdefault(place, [])
         listed += [c for c in job.candidates if c not in listed]
@@ -115,20 +116,21 @@ def tune(
     environment: Environment | None = None,
     timer: Timer = time_jobs,
 ) -> TuneResult:
-    """Measure missing rows within a time box. Collective where torch.distributed is in use: all ranks must call it.
+    """Measure missing rows within a time limit. A collective if torch.distributed is initialized: all ranks must call
+    it.
 
     Args:
         jobs: GEMMs with their candidates.
-        database: read first, and filled.
-        device: where.
-        seconds: for all of it.
-        repeats: of a timing.
-        distributions: inputs to measure errors on.
-        environment: of the rows; by default this process's.
-        timer: what measures.
+        database: looked up first, then filled.
+        device: the device to measure on.
+        seconds: time limit for all measurements.
+        repeats: repeats per timing.
+        distributions: input distributions to measure errors on.
+        environment: environment of the rows; by default this process's.
+        timer: the function that measures.
 
     Returns:
-        What was measured, known before, and left out.
+        How many rows were measured, known before, and left out.
 
     Example:
         >>> tune(jobs_of_report(report.record), Database.open(), "cuda", seconds=60)
@@ -142,9 +144,9 @@ def tune(
         return result
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
-        answer = [_answer(jobs, database, device, here, timer, seconds, repeats, distributions)]
+        answer = [_measure_to_broadcast(jobs, database, device, here, timer, seconds, repeats, distributions)]
     dist.broadcast_object_list(answer, src=0)
-    return _receive(answer[0], database, here)
+    return _merge_broadcast(answer[0], database, here)
 
 
 def _measure(
@@ -172,17 +174,19 @@ def _measure(
     return TuneResult(measured=len(rows), known=known, unmeasured=reasons or None), PerformanceRows(groups=groups)
 
 
-def _answer(jobs: Sequence[SiteJob], database: Database, device: Any, here: Environment, *how: Any) -> dict[str, Any]:
-    """Rank 0's rows as plain values; its failure too, or the others would wait for ever."""
+def _measure_to_broadcast(
+    jobs: Sequence[SiteJob], database: Database, device: Any, here: Environment, *how: Any
+) -> dict[str, Any]:
+    """Measure on rank 0 and return the rows as plain values. Errors are returned too, or the other ranks would hang."""
     try:
         result, rows = _measure(jobs, database, device, here, *how)
-    except Exception as error:  # re-raised on every rank by `_receive`
+    except Exception as error:  # re-raised on every rank by `_merge_broadcast`
         return {"error": f"{type(error).__name__}: {error}"}
     machine = msgspec.to_builtins(machine_here(here))
     return {"result": msgspec.to_builtins(result), "rows": msgspec.json.encode(rows), "machine": machine}
 
 
-def _receive(answer: dict[str, Any], database: Database, here: Environment) -> TuneResult:
+def _merge_broadcast(answer: dict[str, Any], database: Database, here: Environment) -> TuneResult:
     if "error" in answer:
         raise ValueError(f"rank 0 could not tune: {answer['error']}")
     tuned, mine = msgspec.convert(answer["machine"], Machine), machine_here(here)
