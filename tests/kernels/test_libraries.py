@@ -207,7 +207,7 @@ def test_torch_lays_block_scales_out_as_the_library_checks_them(
     for operands in (plain, [_outer(q) if q.spec.block.rows == 1 else q for q in plain]):
         out = library.run(*operands, out_dtype=torch.bfloat16)
         assert (out.shape, out.dtype) == ((call.m, call.n), torch.bfloat16)
-    x, scale = library._lay_blocks(plain[0])
+    x, scale = library._lay_out_blocks(plain[0])
     with pytest.raises(RuntimeError, match="blockwise scaling"):  # and it does check
         torch.nn.functional.scaled_mm(
             x, x.t(), scale, library.ScalingType.BlockWise1x128, scale[:1], library.ScalingType.BlockWise128x128

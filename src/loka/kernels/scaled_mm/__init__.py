@@ -1,4 +1,4 @@
-"""scaled_mm: out = (a * scale_a) @ (b * scale_b)^T, the GEMM of two quantised operands."""
+"""scaled_mm: out = (a * scale_a) @ (b * scale_b)^T, the GEMM of two quantized operands."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from loka.kernels.strides import aligned_rows
 
 __all__ = ["ROWS", "GemmWay", "MatmulCall", "prepare", "scaled_mm"]
 
-ROWS = 1024  # `auto` is asked for a batch of this size where nobody knows it; the choice hardly ever depends on it
+ROWS = 1024  # the batch size that `auto` assumes if it is unknown; the choice hardly ever depends on it
 
 
 def scaled_mm(
@@ -24,9 +24,23 @@ def scaled_mm(
     prefer: str | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Multiply a [M, K] by b [N, K] transposed, on the named backend; with `auto` on the preferred one, or the first that can. b may be a prepared weight.
+    """Return a @ b^T for quantized a [M, K] and b [N, K].
 
-    A bias [N] is added where the product is made by a backend that can (`adds_bias`), otherwise behind it, where a compiler joins it to what follows.
+    Args:
+        a: the left operand, [M, K].
+        b: the right operand, [N, K]; may be a prepared weight.
+        out_dtype: bf16, fp16 or float32.
+        backend: a backend of the registry, or "auto" for `prefer` if it supports the call, else the first that does.
+        fast_accum: allow sums to stay in the tensor cores, in less than float32 precision.
+        prefer: the backend that "auto" tries first.
+        bias: [N], added in the epilogue if the backend can (`adds_bias`), else afterwards, where a compiler can fuse
+            it.
+
+    Returns:
+        [M, N] in `out_dtype`.
+
+    Example:
+        >>> y = scaled_mm(quantize(x, spec), quantize(w, spec), out_dtype=torch.bfloat16)
     """
     call = MatmulCall.of(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
     chosen = registry.pick("scaled_mm", backend, call, a.device, prefer=prefer)
@@ -43,9 +57,20 @@ def _aligned(q: QTensor) -> QTensor:
 
 
 def prepare(weight: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:
-    """The weight [N, K] laid out for its backend, once, so that products with operands of Spec `a` do no such work (`loka.kernels.prepared`).
+    """Lay a weight [N, K] out once for its backend (`loka.kernels.prepared`), so that calls need not.
 
-    The result is the same weight to every backend: should `auto` take another one for some call, that call lays the weight out itself.
+    If `auto` picks a different backend for some call, that call lays the weight out itself.
+
+    Args:
+        weight: the quantized weight.
+        a: the Spec of the activations it will be multiplied with.
+        backend: a backend of the registry, or "auto".
+
+    Returns:
+        The same weight, accepted by every backend.
+
+    Example:
+        >>> w = prepare(quantize(weight, spec), spec)
     """
     if backend == "auto":
         n, k = weight.shape

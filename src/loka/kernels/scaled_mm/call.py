@@ -1,4 +1,4 @@
-"""The GEMM of quantised operands, described without tensors: how it runs, and one call of it."""
+"""The GEMM of quantized operands, described without tensors: how it runs (`GemmWay`), and one call (`MatmulCall`)."""
 
 from dataclasses import dataclass, field
 
@@ -11,15 +11,18 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class GemmWay:
-    """What one GEMM runs, the same from the recipe table to the kernel: the Specs of its K-major operands, how it adds up, and its backend. Records carry it as strings.
+    """How one GEMM runs: the Specs of its K-major operands, the accumulation and the backend.
+
+    The same value is used from the recipe table to the kernel; records carry it as strings.
 
     Args:
         a: Spec of the left operand, [M, K].
-        b: of the right one, [N, K].
-        fast_accum: sums may stay in the tensor cores.
-        backend: by name, checked where it is bound; `auto` is chosen for when a module is placed (`loka.lowp.auto`) and stays `auto`: a module that moves is chosen for again.
-        picked: what `auto` came to, in words.
-        kernels: the same as what runs, by the type that is written.
+        b: Spec of the right operand, [N, K].
+        fast_accum: allow sums to stay in the tensor cores.
+        backend: a name, checked where it is bound, or "auto". "auto" is resolved when a module is placed
+            (`loka.lowp.auto`) but stays "auto", so that a module that moves is resolved again.
+        picked: what "auto" was resolved to, as text.
+        kernels: what "auto" was resolved to, as (output dtype, backend) pairs.
 
     Example:
         >>> str(GemmWay.parse("e4m3:row@e4m3:row", fast_accum=True).on("torch"))
@@ -35,17 +38,17 @@ class GemmWay:
 
     @classmethod
     def parse(cls, text: str, *, fast_accum: bool = False) -> "GemmWay":
-        """From `a@b`, or `a@b/backend`."""
+        """Parse "a@b" or "a@b/backend"."""
         operands, _, backend = text.partition("/")
         a, _, b = operands.partition("@")
         return cls(Spec.parse(a), Spec.parse(b), fast_accum, backend or "auto")
 
     def on(self, backend: str) -> "GemmWay":
-        """The same on a backend; nothing is picked yet."""
+        """Return the same GEMM on another backend, with nothing resolved yet."""
         return GemmWay(self.a, self.b, self.fast_accum, backend)
 
     def preferred(self, dtype: torch.dtype) -> str | None:
-        """What `auto` came to for results of a type; None where it was not asked, or where a backend is named."""
+        """Return the backend that "auto" was resolved to for an output dtype, None if it was not."""
         for known, name in self.kernels:
             if known == dtype:
                 return name
@@ -53,11 +56,11 @@ class GemmWay:
 
     @property
     def of_weight(self) -> "GemmWay":
-        """The way a weight that is the second operand is laid out for: the kernel that `auto` came to, under autocast where that is another."""
+        """The way to lay a weight (operand b) out for: if "auto" was resolved, its backend for autocast's dtype."""
         return self.on(self.kernels[-1][1]) if self.backend == "auto" and self.kernels else self.on(self.backend)
 
     def call(self, m: int, k: int, n: int, out_dtype: torch.dtype = torch.bfloat16) -> "MatmulCall":
-        """The call it makes of a shape."""
+        """Return the call for a shape."""
         return MatmulCall(m, k, n, self.a, self.b, out_dtype, self.fast_accum)
 
     def __str__(self) -> str:
@@ -66,7 +69,17 @@ class GemmWay:
 
 @dataclass(frozen=True)
 class MatmulCall:
-    """One call: out[M, N] = a[M, K] @ b[N, K]^T. Both operands are K-major, as FP8 tensor cores want them. What backends are asked whether they can; a `GemmWay` has no shape yet."""
+    """One call, out[M, N] = a[M, K] @ b[N, K]^T: a `GemmWay` with a shape, as passed to a backend's `supports`.
+
+    Args:
+        m, k, n: the shape. Both operands are K-major, as FP8 tensor cores require.
+        a, b: the Specs of the operands.
+        out_dtype: one of OUT_DTYPES.
+        fast_accum: allow sums to stay in the tensor cores.
+
+    Example:
+        >>> MatmulCall(1024, 512, 256, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"))
+    """
 
     m: int
     k: int
@@ -88,7 +101,7 @@ class MatmulCall:
 
     @classmethod
     def of(cls, a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> "MatmulCall":
-        """Describe a call by its operands."""
+        """Return the call for these operands."""
         if a.data.dim() != 2 or b.data.dim() != 2 or a.shape[1] != b.shape[1]:
             raise ValueError(f"scaled_mm takes a [M, K] and b [N, K], got {tuple(a.shape)} and {tuple(b.shape)}")
         return cls(a.shape[0], a.shape[1], b.shape[0], a.spec, b.spec, out_dtype, fast_accum)

@@ -1,11 +1,11 @@
-"""DeepGEMM (the sgl-deep-gemm wheels): block-scaled GEMM for Hopper, fastest of all at small M.
+"""DeepGEMM (the sgl-deep-gemm wheels): block-scaled GEMM for Hopper, the fastest at small M.
 
     1x128 x 128x128 -> bf16        1x128 x 1x128 -> float32 (its kernel adds into a float32 output)
 
-It compiles a kernel per shape on first use (seconds, then cached on disk) and needs a CUDA toolkit for that. Operands are padded to K a multiple
-of 128 and N of 64; 1x128 scales with contiguous rows and a multiple of 4 of them are read in place, others are transposed by its own kernel. `prepare` does both
-to a weight, once.
-Sums move to float32 every 128 products, so fast accumulation changes nothing here. Blackwell wants other scales (UE8M0): not done.
+It compiles a kernel per shape on first use (seconds, then cached on disk), which needs a CUDA toolkit. K is padded to a
+multiple of 128 and N to one of 64. 1x128 scales are read in place if rows are contiguous and a multiple of 4; others
+are transposed by a kernel of its own. `prepare` does both once for a weight. Sums move to float32 every 128 products,
+so fast accumulation changes nothing here. Blackwell, which needs UE8M0 scales, is not supported.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ _WRITES = {(_GROUP, _SQUARE): torch.bfloat16, (_GROUP, _GROUP): torch.float32}
 
 
 def supports(call: MatmulCall, device: torch.device) -> Verdict:
-    """E4M3 with its two scale pairs, each with the one output type its kernel has, on Hopper."""
+    """Support E4M3 with the two scale pairs above, each with its one output dtype, on Hopper."""
     if not call.a.format == call.b.format == E4M3:
         return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
     scales = float_scales(call.a, call.b)
@@ -43,11 +43,11 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:
-    """Rows and columns in whole tiles; 1x128 scales with the rows contiguous."""
-    return with_layout(weight, "deepgemm", a, _lay) if (a.block, weight.spec.block) in _WRITES else weight
+    """Pad rows and columns to whole tiles; store 1x128 scales with contiguous rows."""
+    return with_layout(weight, "deepgemm", a, _lay_out) if (a.block, weight.spec.block) in _WRITES else weight
 
 
-def _lay(b: QTensor, a: Spec) -> Laid:
+def _lay_out(b: QTensor, a: Spec) -> Laid:
     n, k = b.shape
     rows = up(n, 64)
     scale = b.scale.contiguous() if b.spec.block == _SQUARE else outer_major(b.scale, rows)
@@ -55,11 +55,11 @@ def _lay(b: QTensor, a: Spec) -> Laid:
 
 
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """a [M, K] @ b [N, K]^T."""
+    """See `loka.kernels.scaled_mm`."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
-    w, scale_b = laid_out(b, "deepgemm", a.spec, _lay)
+    w, scale_b = laid_out(b, "deepgemm", a.spec, _lay_out)
     out = _gemm(aligned(a.data, m, w.shape[1]), a.scale, w, scale_b, b.spec.block == _SQUARE)
     return cut(out, m, n)
 

@@ -5,8 +5,8 @@
     1x128 x 128x128                    f8f8bf16_groupwise   scales [K / 128, M] and [K / 128, N / 128]
     128x128 x 128x128                  f8f8bf16_blockwise
 
-E4M3 in, bf16 out, built for compute capability 9.0. K and N are padded to 16 bytes' worth, under block scales to 128; a weight once, by `prepare`, which also
-puts its scales into the kernel's order.
+E4M3 in, bf16 out, built for compute capability 9.0. K and N are padded to 16, with block scales to 128. `prepare` does
+that once for a weight and puts its scales in the kernel's order.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ _KERNELS = {
 
 
 def supports(call: MatmulCall, device: torch.device) -> Verdict:
-    """E4M3 to bf16 under the scale pairs above, on Hopper."""
+    """Support E4M3 with the scale pairs above and bf16 output, on Hopper."""
     if not call.a.format == call.b.format == E4M3:
         return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
     scales = float_scales(call.a, call.b)
@@ -52,11 +52,11 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:
-    """Rows and columns in whole granules; scales in the order of the kernel that goes with those of `a`."""
-    return with_layout(weight, "fbgemm", a, _lay) if (a.block, weight.spec.block) in _KERNELS else weight
+    """Pad rows and columns; order the scales for the kernel that the scales of `a` select."""
+    return with_layout(weight, "fbgemm", a, _lay_out) if (a.block, weight.spec.block) in _KERNELS else weight
 
 
-def _lay(b: QTensor, a: Spec) -> Laid:
+def _lay_out(b: QTensor, a: Spec) -> Laid:
     granule = 128 if b.spec.block == _SQUARE else GRANULE
     columns, inner = up(b.shape[0], granule), up(b.shape[1], granule)
     if b.spec.block == _SQUARE:
@@ -67,12 +67,12 @@ def _lay(b: QTensor, a: Spec) -> Laid:
 
 
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """a [M, K] @ b [N, K]^T."""
+    """See `loka.kernels.scaled_mm`."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
     kernel = _KERNELS[a.spec.block, b.spec.block]
-    w, scale_b = laid_out(b, "fbgemm", a.spec, _lay)
+    w, scale_b = laid_out(b, "fbgemm", a.spec, _lay_out)
     rows = up(m, GRANULE) if kernel == "f8f8bf16_groupwise" else m  # its scales are loaded 16 bytes at a time along M
     if kernel == "f8f8bf16":
         scale_a = a.scale * scale_b

@@ -1,4 +1,7 @@
-"""The law: dequantise, multiply in float32, round once to the output type. Any format, any block, any device, any strides: weights need no preparing."""
+"""The reference: dequantize, multiply in float32, round once to the output dtype.
+
+Takes any format, block, device and strides, so weights need no preparation.
+"""
 
 import torch
 from torch import Tensor
@@ -9,13 +12,13 @@ from loka.kernels.scaled_mm.call import MatmulCall
 
 
 def supports(call: MatmulCall, device: torch.device) -> Verdict:
-    """Everything: this is emulation."""
+    """Support every call: this is emulation."""
     return YES
 
 
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """Full float32 accumulation whatever `fast_accum` allows: fast accumulation is a permission, not a demand."""
+    """Multiply with float32 accumulation. `fast_accum` is ignored: it only permits less precision."""
     with torch.autocast(a.device.type, enabled=False):
         product = a.dequantize() @ b.dequantize().T
-        # torch 2.11 loses the gradient of a compiled autograd.Function whose result is a `.to` that changes nothing
+        # torch 2.11 loses the gradient of a compiled autograd.Function whose result is a no-op `.to`
         return product if product.dtype == out_dtype else product.to(out_dtype)

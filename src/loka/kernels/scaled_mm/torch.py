@@ -1,17 +1,20 @@
-"""PyTorch's own: cuBLASLt, and CUTLASS for row scales where cuBLASLt has none: the op under `torch.nn.functional.scaled_mm`.
+"""PyTorch's own kernels, the op behind `torch.nn.functional.scaled_mm`: cuBLASLt, or CUTLASS for row scales without it.
 
     tensor x tensor, {row, tensor} x {row, tensor}     compute capability 8.9 and newer
     1x128 x 128x128, 128x128 x 1x128, 1x128 x 1x128    9.x only (cuBLASLt 12.9)
 
-A tensor scale beside a row scale is repeated per row, which changes nothing. What the library asks for, read in its source (2.11 and 2.13):
-K and N multiples of 16, b column-major; 1x128 scales with the outer dimension contiguous; 128x128 scales with K / 128 contiguous and padded to
-a multiple of 4. The older `torch._scaled_mm` does not check that padding and is silently wrong where (K / 128) % 4 != 0, so it is used for tensor scales alone, in packages. The
-fake implementation wants K and the 128x128 operand's rows to be multiples of 128 where eager is content with 16, so blockwise operands are padded
-to 128, and rows under 1x128 scales to 16, since the scales' leading dimension must be 16-byte aligned.
+With one row-scaled operand, a tensor scale of the other is repeated per row, which changes nothing. The library
+requires (read in its source, 2.11 and 2.13): K and N multiples of 16, b column-major; 1x128 scales with the outer
+dimension contiguous; 128x128 scales with K / 128 contiguous and padded to a multiple of 4. The older `torch._scaled_mm`
+does not check that padding and is silently wrong if (K / 128) % 4 != 0, so only `run_packaged` uses it, and not for
+block scales. The fake implementation requires K and the rows of the 128x128 operand to be multiples of 128 where eager
+accepts 16. So blockwise operands are padded to 128, and rows under 1x128 scales to 16, since the leading dimension of
+the scales must be 16-byte aligned.
 
-All of that is done to a weight once by `prepare`; to an activation in every call, where its shape or its quantiser's layout asks for it.
+`prepare` does all of that once for a weight; activations are padded or reordered in each call that needs it.
 
-Two E5M2 operands are refused by cuBLASLt, and any E5M2 operand under 128x128 scales (seen on an H200, torch 2.11). Block scales move the sum to float32 every 128 products, so fast accumulation is not asked for there.
+cuBLASLt refuses two E5M2 operands, and any E5M2 operand under 128x128 scales (seen on an H200, torch 2.11). Block
+scales move the sum to float32 every 128 products, so fast accumulation is not requested there.
 """
 
 import torch
@@ -33,7 +36,7 @@ _BLOCKWISE = ((_GROUP, _SQUARE), (_SQUARE, _GROUP), (_GROUP, _GROUP))
 
 
 def supports(call: MatmulCall, device: torch.device) -> Verdict:
-    """FP8 pairs and scale pairs the library has kernels for, on a GPU that has the units."""
+    """Support the FP8 formats and scale pairs that the library has kernels for, on GPUs that have them."""
     formats = (call.a.format, call.b.format)
     if not set(formats) <= {E4M3, E5M2}:
         return no(f"multiplies e4m3 and e5m2, not {call.a.format} @ {call.b.format}")
@@ -56,35 +59,35 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:
-    """Rows and columns in whole granules; scales in the library's order, one per row where those of `a` are."""
+    """Pad rows and columns, and put the scales in the library's order; one per row if `a` has row scales."""
     if (a.block, weight.spec.block) in _BLOCKWISE or {a.block, weight.spec.block} <= set(_WHOLE_ROWS):
-        return with_layout(weight, "torch", a, _lay)
+        return with_layout(weight, "torch", a, _lay_out)
     return weight
 
 
-def _lay(b: QTensor, a: Spec) -> Laid:
+def _lay_out(b: QTensor, a: Spec) -> Laid:
     if b.spec.block in (_GROUP, _SQUARE):
-        return _lay_blocks(b)
+        return _lay_out_blocks(b)
     columns = up(b.shape[0], GRANULE)
     scale = b.scale if a.block == b.spec.block == TENSOR else row_scales(b, columns)
     return aligned(b.data, columns, up(b.shape[1], GRANULE)), scale
 
 
 def adds_bias(call: MatmulCall) -> bool:
-    """Whether cuBLASLt adds a bias as it writes: 16 bits under tensor scales, columns that need no padding."""
+    """Return whether cuBLASLt adds a bias in its epilogue: 16-bit output, tensor scales, N that needs no padding."""
     return call.a.block == call.b.block == TENSOR and call.n % GRANULE == 0 and call.out_dtype in (torch.bfloat16, torch.float16) and min(call.m, call.n, call.k) > 0  # fmt: skip
 
 
 def run(
     a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """a [M, K] @ b [N, K]^T (+ bias, where `adds_bias`)."""
+    """See `loka.kernels.scaled_mm`. `bias` is allowed only if `adds_bias`."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
-    w, scale_b = laid_out(b, "torch", a.spec, _lay)
+    w, scale_b = laid_out(b, "torch", a.spec, _lay_out)
     if (a.spec.block, b.spec.block) in _BLOCKWISE:
-        x, scale_a = _lay_blocks(a)
+        x, scale_a = _lay_out_blocks(a)
         scales = *_block_scales(scale_a, a.spec), *_block_scales(scale_b, b.spec)
         return cut(_scaled_mm(x, w.t(), *scales, out_dtype, False), m, n)
     if a.spec.block == b.spec.block == TENSOR:
@@ -96,29 +99,22 @@ def run(
 
 
 def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """The same product for an AOTInductor package, by the older op where that is right: it has an entry in C, and the newer one, whose scales are lists, is called through an interpreter.
+    """Like `run`, for an AOTInductor package: uses the older op `_scaled_mm` where that is correct.
 
-    Args:
-        a: [M, K].
-        b: [N, K], laid out by `prepare`.
-        out_dtype: of the result.
-        fast_accum: sums stay in the tensor cores.
-
-    Returns:
-        [M, N].
+    The older op has a C entry point, while the newer one, whose scales are lists, is called through an interpreter.
     """
     (m, k), n = a.shape, b.shape[0]
-    # not min(): asked which is least, a free m is bounded by n or k
+    # not min(), which would bound a dynamic m by n or k
     if (a.spec.block, b.spec.block) in _BLOCKWISE or m == 0 or n == 0 or k == 0:
         return run(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
-    w, scale_b = laid_out(b, "torch", a.spec, _lay)
+    w, scale_b = laid_out(b, "torch", a.spec, _lay_out)
     x = aligned(a.data, m, w.shape[1])
     multiply = torch.ops.aten._scaled_mm.default
     if a.spec.block == b.spec.block == TENSOR:
         return cut(multiply(x, w.t(), a.scale, scale_b, None, None, out_dtype, fast_accum), m, n)
     scale_a, scale_b = row_scales(a, m), scale_b.reshape(1, -1)
     if out_dtype == torch.float32:
-        # under row scales some GPUs write 16 bits only; in float32 scales may as well come afterwards
+        # with row scales some GPUs write 16-bit output only; a float32 result can be scaled afterwards instead
         one = torch.ones((), device=x.device)
         return cut(multiply(x, w.t(), one, one, None, None, out_dtype, fast_accum) * scale_a * scale_b, m, n)
     return cut(multiply(x, w.t(), scale_a, scale_b, None, None, out_dtype, fast_accum), m, n)
@@ -128,15 +124,15 @@ def _scaled_mm(
     x: Tensor, w: Tensor, scale_a: Tensor, kind_a: ScalingType, scale_b: Tensor, kind_b: ScalingType,
     out_dtype: torch.dtype, fast_accum: bool, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op itself: torch 2.11 cannot trace the Python function around it."""
+    """Call the op directly: torch 2.11 cannot trace the Python function around it."""
     out: Tensor = torch.ops.aten._scaled_mm_v2.default(
         x, w, [scale_a], [kind_a.value], [], [scale_b], [kind_b.value], [], bias, out_dtype, [], fast_accum
     )
     return out
 
 
-def _lay_blocks(q: QTensor) -> Laid:
-    """Data in whole blocks of K, and their scales as cuBLASLt stores them."""
+def _lay_out_blocks(q: QTensor) -> Laid:
+    """Return data padded to whole blocks of K, and its block scales as cuBLASLt stores them."""
     inner = up(q.shape[1], 128)
     if q.spec.block == _GROUP:
         rows = up(q.shape[0], GRANULE)

@@ -1,8 +1,8 @@
-"""torchao's one GEMM of its own: a Triton kernel for 1x128 x 128x128 scales, bf16 out.
+"""torchao's only GEMM of its own: a Triton kernel for 1x128 x 128x128 scales, bf16 output.
 
-Its other float8 paths call `torch._scaled_mm`, that is the kernels of our `torch` backend, so they are not listed a second time. The kernel tunes
-48 configurations on the first call of every (K, N, power of two of M): count on tens of seconds per new shape. Columns are padded to 16, a weight's once, by
-`prepare`.
+Its other float8 paths call `torch._scaled_mm`, the kernels of our `torch` backend. This kernel tunes 48 configurations
+on the first call of every (K, N, power of two of M): expect tens of seconds per new shape. Columns are padded to 16,
+those of a weight once, by `prepare`.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _BLOCKS = (Block(1, 128), Block(128, 128))
 
 
 def supports(call: MatmulCall, device: torch.device) -> Verdict:
-    """E4M3 under 1x128 x 128x128 scales to bf16."""
+    """Support E4M3 with 1x128 x 128x128 scales and bf16 output."""
     if not call.a.format == call.b.format == E4M3:
         return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
     scales = float_scales(call.a, call.b)
@@ -40,20 +40,20 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:
-    """Columns in whole granules."""
-    return with_layout(weight, "torchao", a, _lay) if (a.block, weight.spec.block) == _BLOCKS else weight
+    """Pad the columns to a multiple of 16."""
+    return with_layout(weight, "torchao", a, _lay_out) if (a.block, weight.spec.block) == _BLOCKS else weight
 
 
-def _lay(b: QTensor, a: Spec) -> Laid:
+def _lay_out(b: QTensor, a: Spec) -> Laid:
     return aligned(b.data, b.shape[0], up(b.shape[1], GRANULE)), b.scale.contiguous()
 
 
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """a [M, K] @ b [N, K]^T."""
+    """See `loka.kernels.scaled_mm`."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
-    w, scale_b = laid_out(b, "torchao", a.spec, _lay)
+    w, scale_b = laid_out(b, "torchao", a.spec, _lay_out)
     return cut(_gemm(aligned(a.data, m, w.shape[1]), a.scale.contiguous(), w, scale_b), m, n)
 
 

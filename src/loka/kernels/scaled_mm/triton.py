@@ -1,7 +1,7 @@
 """Our GEMM: E4M3 / E5M2 operands, tensor, row, 1x128 and (for b) 128x128 scales, exact or fast accumulation, any shape.
 
-Scales are read in any storage order, rows of any number. Only rows that do not start at multiples of 16 bytes are copied: our own quantiser writes none such, the
-reference does for K not a multiple of 16, and `prepare` moves those of a weight once.
+Scales may be stored in any order. Data is copied only if its rows do not start at multiples of 16 bytes: our own
+quantizer always aligns them, the reference does not if K is not a multiple of 16, and `prepare` copies a weight once.
 """
 
 import torch
@@ -20,7 +20,7 @@ _SOURCES = {TENSOR: 1, ROW: 2, _GROUP: 3, _SQUARE: 4}
 
 
 def supports(call: MatmulCall, device: torch.device) -> Verdict:
-    """FP8 formats with scales that are constant along K or per 128 of it."""
+    """Support FP8 formats with scales that are constant along K or per 128 elements of K."""
     for spec in (call.a, call.b):
         if spec.format not in (E4M3, E5M2):
             return no(f"multiplies e4m3 and e5m2, not {spec.format}")
@@ -34,39 +34,42 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 
 
 def padded(q: QTensor) -> Tensor:
-    """Data as TMA wants it: unit stride along K, rows at multiples of 16 bytes. TMA reads zeros beyond K, which add nothing to a dot product."""
-    return _whole_rows(q.data)[:, : q.shape[1]] if _moved(q.data) else q.data
+    """Return data as TMA requires: unit stride along K, rows at multiples of 16 bytes.
+
+    TMA reads zeros beyond K, which add nothing to a dot product.
+    """
+    return _pad_rows(q.data)[:, : q.shape[1]] if _is_misaligned(q.data) else q.data
 
 
-def _moved(data: Tensor) -> bool:
+def _is_misaligned(data: Tensor) -> bool:
     return data.stride(1) != 1 or data.stride(0) % 16 != 0
 
 
-def _whole_rows(data: Tensor) -> Tensor:
+def _pad_rows(data: Tensor) -> Tensor:
     return F.pad(data.contiguous().view(torch.uint8), (0, -data.shape[1] % 16)).view(data.dtype)
 
 
 def dense_scale(q: QTensor) -> Tensor:
-    """Scales of rows and tensors are read by index alone; block scales by their strides."""
+    """Return scales as the kernel reads them: tensor and row scales contiguous, block scales with any strides."""
     return q.scale if q.spec.block in (_GROUP, _SQUARE) else q.scale.contiguous()
 
 
 def source(spec: Spec) -> int:
-    """The kernel's number for where scales come from."""
+    """Return the kernel's code for the scale granularity."""
     return _SOURCES[spec.block]
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:
-    """Rows at multiples of 16 bytes; `run` sees them in the strides of `data`."""
-    return with_layout(weight, "triton", a, _lay)
+    """Align rows to multiples of 16 bytes; `run` sees this in the strides of `data`."""
+    return with_layout(weight, "triton", a, _lay_out)
 
 
-def _lay(b: QTensor, a: Spec) -> Laid:
-    return _whole_rows(b.data) if _moved(b.data) else b.data, b.scale
+def _lay_out(b: QTensor, a: Spec) -> Laid:
+    return _pad_rows(b.data) if _is_misaligned(b.data) else b.data, b.scale
 
 
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """a [M, K] @ b [N, K]^T."""
+    """See `loka.kernels.scaled_mm`."""
     m, k = a.shape
     n = b.shape[0]
     if m == 0 or n == 0 or k == 0:

@@ -2,11 +2,13 @@
 
     out[M, N] = sum over k of  (a[m, k] * sa) * (b[n, k] * sb)
 
-Scales that do not depend on k (tensor, row) multiply the accumulator once, at the end. Scales per 128 along K multiply each 128-wide partial sum on its way
-into a second, exact accumulator; so does `fast_accum=False`, because Hopper's FP8 tensor cores keep only about 14 bits while they accumulate. The second
-accumulator doubles the registers, hence the narrower tile.
+Scales that do not depend on k (tensor, row) multiply the accumulator once, at the end. Scales per 128 along K multiply
+each 128-wide partial sum before it is added to a second, exact accumulator. `fast_accum=False` uses that accumulator
+too, because Hopper's FP8 tensor cores accumulate with only about 14 bits. It doubles the registers, hence the narrower
+tile.
 
-The tile is chosen by a small cost model rather than by autotuning: the choice must be the same on all ranks, in every process, and under graph capture.
+A small cost model chooses the tile instead of autotuning: the choice must be the same on all ranks, in every process
+and under graph capture.
 """
 
 from functools import lru_cache
@@ -75,12 +77,12 @@ def _gemm(a_desc, b_desc, c_desc, c_ptr, sa_ptr, sb_ptr, M, N, K, sa_stride, sa_
 
 
 def scale_strides(scale: Tensor) -> tuple[int, int]:
-    """Strides of block scales; scales of rows and tensors are read by index alone."""
+    """Return the strides of block scales; (0, 0) for row and tensor scales, which are contiguous."""
     return (scale.stride(0), scale.stride(1)) if scale.dim() == 2 else (0, 0)
 
 
 def tma_ready(x: Tensor) -> Tensor:
-    """x itself, or a copy where its storage does not start at a multiple of 16 bytes."""
+    """Return x, or a copy if it does not start at a multiple of 16 bytes."""
     if x.data_ptr() % 16 == 0:
         return x
     rows, columns = x.shape
@@ -89,11 +91,12 @@ def tma_ready(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def tile_for(m: int, n: int, processors: int, *, doubled: bool, wide_out: bool) -> tuple[int, int, int, int, int]:
-    """(BM, BN, warps, stages, programs per multiprocessor) that minimises waves x time per tile.
+    """Return the (BM, BN, warps, stages, programs per multiprocessor) that minimizes waves x time per tile.
 
-    Time per tile is BM * BN, scaled by how well the tile feeds the tensor cores (fitted to an H200: bigger tiles move fewer bytes per product). With
-    two accumulators (`doubled`) two small programs share a multiprocessor: one promotes its partial sums while the other multiplies. A float32 result
-    (`wide_out`) of a 256-wide tile does not fit into shared memory beside the pipeline.
+    The time per tile is BM * BN, scaled by how well the tile feeds the tensor cores (fitted to an H200: larger tiles
+    move fewer bytes per product). With two accumulators (`doubled`) two small programs share a multiprocessor: one
+    promotes its partial sums while the other multiplies. A float32 result (`wide_out`) of a 256-wide tile does not fit
+    into shared memory along with the pipeline.
     """
     if doubled:
         choices = [(64, 128, 4, 3, 2, 1.0), (128, 128, 8, 4, 1, 1.08), (64, 64, 4, 4, 2, 1.3)]
@@ -112,7 +115,7 @@ def tile_for(m: int, n: int, processors: int, *, doubled: bool, wide_out: bool) 
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """Number of multiprocessors; on the CPU (interpreter) a few, so that the persistent loop is exercised."""
+    """Return the number of multiprocessors; 3 on the CPU (interpreter), so that persistent loops iterate."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -131,7 +134,7 @@ def gemm(
     out_dtype: torch.dtype,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
-    """a [M, K] @ b [N, K]^T. Rows start at multiples of 16 bytes (TMA); scales are contiguous float32."""
+    """Launch a [M, K] @ b [N, K]^T. Rows start at multiples of 16 bytes (TMA); scales are from `triton.dense_scale`."""
     m, k = a.shape
     n = b.shape[0]
     out = torch.empty(m, n, device=a.device, dtype=out_dtype)

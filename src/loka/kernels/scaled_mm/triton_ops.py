@@ -1,4 +1,4 @@
-"""The Triton GEMM as one torch op, so that torch.compile sees a call and not Python."""
+"""The Triton GEMM as one torch op, opaque to torch.compile."""
 
 import torch
 from torch import Tensor
