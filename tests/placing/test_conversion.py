@@ -179,9 +179,9 @@ def test_a_converted_model_and_contradicting_requests_are_refused(model: Tower) 
     with pytest.raises(ValueError, match="already converted"):
         convert(model, plan)
     revert(model)
-    with pytest.raises(ValueError, match="give no module_filter_fn beside it"):
+    with pytest.raises(ValueError, match="module_filter_fn cannot be combined with a plan"):
         convert(model, plan, module_filter_fn=lambda *_: True)
-    with pytest.raises(ValueError, match="neither beside it"):
+    with pytest.raises(ValueError, match="cannot be combined with a plan, which sets both"):
         convert(model, plan, options=LinearOptions(scales="delayed"))
 
 

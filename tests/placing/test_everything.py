@@ -36,7 +36,7 @@ def test_leaves_the_model_as_it_was(serving: bool, mods: tuple[str, ...]) -> Non
     assert not loka.mods.applied_to(model)
     assert not any(m._forward_hooks for m in model.modules())
     assert plan.mods == list(mods)
-    assert "without evidence" in plan.notes[0]
+    assert "without measurements" in plan.notes[0]
     assert plan.units
 
 

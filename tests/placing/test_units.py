@@ -146,12 +146,12 @@ def _broken(plan: Plan, **links) -> Plan:
         (lambda m, p: _broken(p, linear="over.nope"), ["over.nope: the model has no such module"]),
         (lambda m, p: _broken(p, linear="over.1"), ["over.1: is a ReLU, expected an nn.Linear"]),
         (lambda m, p: _broken(p, k=7), ["over.0: the model has K 85, N 128, the plan K 7, N 128"]),
-        (lambda m, p: _broken(p, activation="silu"), ["over.0: the model has activation relu behind it, the plan silu"]),
-        (lambda m, p: _broken(p, passed=[]), ["over.0: the model has activation none behind it, the plan relu"]),
+        (lambda m, p: _broken(p, activation="silu"), ["over.0: the model has activation relu after it, the plan silu"]),
+        (lambda m, p: _broken(p, passed=[]), ["over.0: the model has activation none after it, the plan relu"]),
         (lambda m, p: _broken(p, passed=["over.9"]), ["over.9: the model has no such module"]),
         (lambda m, p: _broken(p, callers=["over.nope"]), ["over.nope: the model has no such module"]),
-        (lambda m, p: _broken(p, norm="layer", norm_site="over.1"), ["the model has norm none behind it, the plan layer"]),
-        (lambda m, p: (setattr(m.over, "1", nn.SiLU()), p)[1], ["the model has activation silu behind it, the plan relu"]),
+        (lambda m, p: _broken(p, norm="layer", norm_site="over.1"), ["the model has norm none after it, the plan layer"]),
+        (lambda m, p: (setattr(m.over, "1", nn.SiLU()), p)[1], ["the model has activation silu after it, the plan relu"]),
         (lambda m, p: (setattr(m.over, "3", nn.LeakyReLU(0.3)), setattr(m.over, "1", nn.Softmax(-1)), p)[2],
          ["over.1: is a Softmax, which cannot run in a chain", "over.3: has slope 0.3, the plan 0.01"]),
         (lambda m, p: (m.over[2].register_forward_hook(lambda *_: None), p)[1], ["over.2: has hooks"]),
@@ -415,7 +415,7 @@ def test_weight_gradients_are_added_exactly_and_an_older_plan_that_does_not_is_t
     for chosen, told in ((choices, False), (older, True)):
         site = SitePlan(site="0", m=80, k=64, n=64, flops_share=1.0, choices=chosen)
         done = loka.convert(alone, msgspec.structs.replace(plan, units=[], sites=[site]), backend="auto")
-        assert any("adds the weight gradients of 0 in the tensor cores" in note for note in done.notes) is told
+        assert any("accumulates the weight gradients of 0 in the tensor cores" in note for note in done.notes) is told
         loka.revert(alone)
 
 

@@ -111,7 +111,7 @@ def test_why_a_chain_ends_is_said() -> None:
     make, runs, _ = CASES["parts"]
     model = make()
     found = discover(model, Steps(tuple(lambda run=run: run(model) for run in runs)))
-    assert found.ends["b"] == "relu in the step stands behind it"
+    assert found.ends["b"] == "relu in the step follows it"
     assert found.alone["c"] == found.alone["query.4"] == "it is a prediction layer"
 
 

@@ -1,4 +1,4 @@
-"""placing: a plan placed in a model, whole, and taken back. `loka.convert` and `loka.revert` live here."""
+"""placing: apply a plan to a model, and undo it. `loka.convert` and `loka.revert` live here."""
 
 from loka.lowp.binding import LinearOptions
 from loka.lowp.linear import refresh

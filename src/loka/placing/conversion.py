@@ -1,17 +1,19 @@
-"""Convert: a plan in, the same model in low precision out; whole, in place, and back again.
+"""Convert a model to low precision in place, and revert it.
 
-    done = loka.convert(model, plan)                          what the plan says: its mods, its chains, its linears
-    done = loka.convert(model, plan, freeze=True)             for serving: weights quantised once, no gradients
-    done = loka.convert(model, recipe="tensorwise")           one recipe at every linear
-    loka.revert(model)                                        the original modules, keys and parameters, with what was trained
+    done = loka.convert(model, plan)                     apply the plan's mods, chains and linears
+    done = loka.convert(model, plan, freeze=True)        for serving: weights quantized once, no gradients
+    done = loka.convert(model, recipe="tensorwise")      one recipe for every linear
+    loka.revert(model)                                   restore the original modules; trained values are kept
 
-Modules are converted in place: they change their class and keep their identity. Optimizers, tied weights and references held elsewhere stay valid, a state_dict does not change, and a model can
-be converted before or after DistributedDataParallel, fully_shard (FSDP2), torch.compile and TorchRec's DistributedModelParallel wrap it. FSDP1 is refused.
+Converted modules change their class and keep their identity. Optimizers, tied weights and references held elsewhere
+stay valid, and the state_dict does not change. A model can be converted before or after DistributedDataParallel,
+fully_shard (FSDP2), torch.compile or TorchRec's DistributedModelParallel wraps it. FSDP1 is not supported.
 
-A plan that does not fit the model is refused before anything is changed, and the refusal names every mismatch. Linears the plan does not mention, or keeps in high precision
-throughout, are left alone; so are those a recipe meets and cannot convert (subclasses with a forward of their own, parametrised weights), and the record says why.
+A plan that does not fit the model is rejected before anything is changed, and the error names every mismatch. Linears
+that the plan does not mention, or keeps entirely in high precision, are left alone. So are linears that a recipe cannot
+convert (subclasses with their own forward, parametrized weights); the returned record says why.
 
-Scales that are remembered between steps are no part of a state_dict: `loka.placing.scales` keeps them.
+Scales remembered between steps are not part of the state_dict: save them with `loka.placing.scales`.
 """
 
 import sys
@@ -48,9 +50,10 @@ from loka.units.example import call_model
 from loka.units.undisturbed import undisturbed
 
 ModuleFilter = Callable[[nn.Module, str], bool]
-_THAWED = "_loka_thawed"  # on a frozen model: modes and needs of gradients from before
-_MODS = "_loka_converted_with"  # on a model: the mods its plan applied, with the effect of each
-_COLLECTIVES = "loka.comms.placement"  # a room above this one, found by its name: only a plan with collectives needs it
+_THAWED = "_loka_thawed"  # attribute of a frozen model: training modes and requires_grad flags from before the freeze
+_MODS = "_loka_converted_with"  # attribute of a converted model: the mods its plan applied, and the effect of each
+# A package above this one, so it is imported by name, and only for a plan with collectives.
+_COLLECTIVES = "loka.comms.placement"
 
 
 def convert(
@@ -64,25 +67,29 @@ def convert(
     options: LinearOptions | None = None,
     example: Any = None,
 ) -> Conversion:
-    """Convert a model in place: by a plan, or by one recipe at every linear that `module_filter_fn(module, name)` lets through.
+    """Convert a model to low precision in place, by a plan or by one recipe for all linears.
 
     Args:
-        model: any nn.Module, wrapped or not.
-        plan: what to run where, from `report.plan()`, `loka.tune` or `loka.Plan.load`. All of it is placed, or nothing.
-        recipe: without a plan, the one recipe to run everywhere: tensorwise, rowwise, rowwise_with_gw_hp, blockwise.
-        freeze: make it a serving model: eval mode, weights quantised once; a chain needs its scales, which a plan from evidence has.
-        module_filter_fn: with a recipe, which linears.
-        backend: runs the GEMMs of a recipe, `auto` where none is named. Beside a plan it replaces the plan's backends; without it they run as named, and a plan that names
-            `reference`, which is emulation, is refused on a GPU.
-        options: how single linears run beside their GEMMs: scales, saved activations, weight cache.
-        example: an input of the model (a tuple is *args, a dict **kwargs): the plan is tried on it, mods see it run, and the share of the model's GEMM FLOPs that runs in low
-            precision is counted; in a serving model, what several chains read is quantised once. Without one, a plan for another architecture whose names and shapes fit shows in the first forward, which raises.
+        model: Any nn.Module, wrapped or not.
+        plan: What to run where, from `report.plan()`, `loka.tune` or `loka.Plan.load`. It is applied completely or not
+            at all.
+        recipe: Instead of a plan, one recipe for all linears: tensorwise, rowwise, rowwise_with_gw_hp or blockwise.
+        freeze: Prepare the model for serving: eval mode, no gradients, weights quantized once. Chains must have scales;
+            a plan made from measurements contains them.
+        module_filter_fn: With a recipe, convert only the linears for which `module_filter_fn(module, name)` is true.
+        backend: The GEMM backend. Defaults to `auto` with a recipe, and to the backends the plan names with a plan. A
+            plan that names `reference`, which is emulation, is rejected on a GPU unless a backend is given.
+        options: Settings of individual linears other than their GEMMs: scales, saved activations, weight cache.
+        example: An input of the model (a tuple is *args, a dict **kwargs). The plan is tried on it, mods may trace it,
+            and the low-precision share of the model's GEMM FLOPs is counted. With `freeze`, it also lets chains that
+            read the same tensor share one quantized copy. Without it, a plan made for a different architecture with
+            the same names and shapes is only detected by the first forward, which raises.
 
     Returns:
-        The record of what runs where, what was kept, and why.
+        The record of what runs where, what was kept in high precision, and why.
 
     Raises:
-        ValueError: the plan does not fit this model or this device; the message has every reason, and nothing was changed.
+        ValueError: The plan does not fit this model or device. The message has every reason; nothing was changed.
 
     Example:
         >>> print(loka.convert(model, loka.Plan.load("plan.json")))
@@ -123,14 +130,14 @@ def convert(
             undo.callback(_thaw, inner)
             freeze_model(inner)
             if example is None and could_share(inner):
-                bound.notes.append("chains may read one tensor, and each quantises it for itself: which ones do, an example shows; hint: convert(..., example=batch)")  # fmt: skip
+                bound.notes.append("chains that read the same tensor each quantize it: finding them takes an example; hint: convert(..., example=batch)")  # fmt: skip
         undo.pop_all()
     if applied:
         inner.__dict__[_MODS] = applied
     converted = {name: str(binding) for name, binding in bound.bindings.items()}
     converted |= {name: f"in chain {unit.name}: {unit.scales} scales" for unit in units for name in unit.linears}
     if tables:
-        bound.notes.append(f"{', '.join(tables)}: trained by loka.nn.table_optimizer.TableOptimizer; make optimisers after this call")  # fmt: skip
+        bound.notes.append(f"{', '.join(tables)}: trained by loka.nn.table_optimizer.TableOptimizer; create optimizers after this call")  # fmt: skip
     return Conversion(
         model=type(inner).__name__,
         converted=converted,
@@ -147,7 +154,7 @@ def convert(
 
 
 def _check_level(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that was made for a part of this model, or for something that holds it, and say so."""
+    """Raise if the plan was made for a submodule of this model, or for a model that contains this one."""
     names = [name for unit in plan.units for name in unit.linears]
     names += [site.site for site in plan.sites if any(choice.quantized for choice in site.choices)]
     modules = dict(named_sites(model))
@@ -158,11 +165,11 @@ def _check_level(model: nn.Module, plan: Plan) -> None:
             raise ValueError(f"the plan is for a part of this model: it names {names[0]}, which is {prefix}.{names[0]} here; hint: loka.convert(model.get_submodule({prefix!r}), plan)")  # fmt: skip
     prefix, _, rest = names[0].partition(".")
     if all(name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in modules for name in names):
-        raise ValueError(f"the plan is for a model that holds this one as {prefix}: it names {names[0]}, which is {rest} here; hint: loka.convert what holds it")  # fmt: skip
+        raise ValueError(f"the plan is for a model that holds this one as {prefix}: it names {names[0]}, which is {rest} here; hint: call loka.convert on that model")  # fmt: skip
 
 
 def _place_tables(model: nn.Module, plan: Plan, undo: ExitStack) -> list[str]:
-    """The plan's tables, all of them or none; the names of those that were swapped."""
+    """Replace the plan's tables, all or none, and return the names of those that were replaced."""
     if problems := refuse_tables(model, plan.tables):
         raise ValueError("the plan's tables do not fit this model:\n  " + "\n  ".join(problems))
     undo.callback(release_tables, model)
@@ -171,13 +178,13 @@ def _place_tables(model: nn.Module, plan: Plan, undo: ExitStack) -> list[str]:
 
 def _check_plan_options(keep: ModuleFilter | None, options: LinearOptions) -> None:
     if keep is not None:
-        raise ValueError("a plan already says which modules: give no module_filter_fn beside it")
+        raise ValueError("module_filter_fn cannot be combined with a plan: the plan says which modules are converted")
     if options.scales != "dynamic" or options.gradients is not None:
-        raise ValueError("a plan already says how gradients and scales are kept; give neither beside it")
+        raise ValueError("options.scales and options.gradients cannot be combined with a plan, which sets both")
 
 
 def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: ExitStack) -> list[tuple[str, str]]:
-    """The plan's mods; every name with the strongest thing it did to the function."""
+    """Apply the plan's mods. Return each with its strongest effect: "architecture" or "rounding"."""
     if present := mods.applied_to(model):
         if list(present) == list(spelled):
             return []
@@ -189,7 +196,7 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
 
 
 def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
-    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's."""
+    """Return the units as they will run: on `backend` if one is given, otherwise on the plan's backends."""
     if backend is None:
         return list(units)
     ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
@@ -201,24 +208,26 @@ def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
 
 
 def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
-    """What differs from where the plan was made; a speed measured there says nothing here."""
+    """Return notes on differences to the machine the plan was made for: speeds measured there may not hold here."""
     here, there = name_device(device_of(model)), plan.environment
     notes = []
     if plan.target is not None and plan.units and here != plan.target:
-        notes.append(f"the plan's speeds are of {plan.target}; this is {here}: measure again")
+        notes.append(f"the plan's speeds are for {plan.target}; this is {here}: measure again")
     if torch.__version__.split("+")[0] != there.torch.split("+")[0] and plan.units:
         notes.append(f"the plan was made with torch {there.torch}; this is {torch.__version__}: its speeds may differ")
     fast = [site.site for site in plan.sites if any(c.gemm == "wgrad" and c.fast_accum for c in site.choices)]
-    if fast:  # what a plan says is run; recipes have not said this since
+    if fast:  # recipes no longer ask for fast accumulation in wgrad, but an older plan runs as it is written
+        more = f" and {len(fast) - 4} more" if len(fast) > 4 else ""
         notes.append(
-            f"the plan adds the weight gradients of {', '.join(fast[:4])}{f' and {len(fast) - 4} more' * (len(fast) > 4)} in the tensor cores, with about 14 bits: "
-            "over a large batch that may cost quality that no look at a few rows shows; hint: make the plan again"
+            f"the plan accumulates the weight gradients of {', '.join(fast[:4])}{more} in the tensor cores, with about "
+            "14 bits: over a large batch this may cost quality that a probe of a few rows does not show; "
+            "hint: make the plan again"
         )
     return notes
 
 
 def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: ExitStack) -> None:
-    """All of it, or nothing."""
+    """Place the units and the bound linears in the model. Problems with units are raised before anything changes."""
     if problems := [problem for unit in units for problem in refuse_unit(model, unit)]:
         raise ValueError("the plan's units do not fit this model:\n  " + "\n  ".join(dict.fromkeys(problems)))
     _settle(model, bound)
@@ -234,7 +243,7 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
 
 
 def _rehearse(model: nn.Module, example: Any) -> None:
-    """Run the example once: a forward shows activations that it calls as functions, and what stands between two linears, which names alone do not."""
+    """Run the example once. Functional activations and ops between two linears only show up in a forward."""
     with undisturbed(model), torch.no_grad(), noting_inputs(model):
         model.eval()
         try:
@@ -244,17 +253,18 @@ def _rehearse(model: nn.Module, example: Any) -> None:
 
 
 def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
-    """Make a converted model a serving model, in place: eval mode, no gradients, weights quantised once.
+    """Prepare a converted model for serving, in place: eval mode, no gradients, weights quantized once.
 
     Args:
-        model: converted, wrapped or not; chains know their scales (from a plan with evidence, from training, or from `calibrating`).
-        offload: move the 16-bit weights of chains to the host, which serving does not need.
+        model: A converted model, wrapped or not. Its chains must have scales: from a plan made from measurements, from
+            training, or from `calibrating`.
+        offload: Move the 16-bit weights of chains, which serving does not need, to the host.
 
     Returns:
-        How many linears run on quantised weights.
+        The number of linears that run on quantized weights.
 
     Raises:
-        ValueError: a chain has no scales yet.
+        ValueError: A chain has no scales yet.
 
     Example:
         >>> loka.placing.freeze_model(model)
@@ -275,7 +285,7 @@ def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
 
 
 def _thaw(model: nn.Module) -> None:
-    """Modes and needs of gradients from before `freeze_model`; without them a model that is reverted would not train and not say so."""
+    """Restore training modes and requires_grad from before `freeze_model`: without it the model would not train."""
     modes, needs = model.__dict__.pop(_THAWED, ({}, {}))
     for name, module in model.named_modules():
         module.training = modes.get(name, module.training)
@@ -301,7 +311,7 @@ def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
 
 
 def _settle(model: nn.Module, bound: Bound) -> None:
-    """Write down what `auto` comes to on the model's device, and who refused; emulation on a GPU is said aloud, asked for or not."""
+    """Resolve `auto` to a backend for the model's device and note which ones refused. Warn of emulation on a GPU."""
     picked: dict[Pick, list[str]] = {}
     asked: list[str] = []
     modules = dict(named_sites(model))
@@ -315,11 +325,11 @@ def _settle(model: nn.Module, bound: Bound) -> None:
             asked.append(name)
     for pick, names in picked.items():
         refused = f"; refused: {spell_refusals(dict(pick.refusals))}" if pick.refusals else ""
-        bound.notes.append(f"auto is {pick} in {len(names)} linear{'s' * (len(names) > 1)}{refused}")
+        bound.notes.append(f"auto is {pick} for {len(names)} linear{'s' * (len(names) > 1)}{refused}")
         if pick.emulated:
             warnings.warn(f"{', '.join(names)}: emulated on {pick.device}, no kernel can{refused}", stacklevel=3)
     if asked:
-        warnings.warn(f"{', '.join(asked)}: emulated on the GPU, as backend='reference' asks: right, and slow", stacklevel=3)  # fmt: skip
+        warnings.warn(f"{', '.join(asked)}: emulated on the GPU, as backend='reference' asks: correct, but slow", stacklevel=3)  # fmt: skip
 
 
 def _bind_by_recipe(
@@ -332,7 +342,7 @@ def _bind_by_recipe(
     bound, taken = Bound(), spoken_for(model)
     for site, module in candidates(model):
         if keep is not None and not keep(module, site):
-            bound.kept[site] = "module_filter_fn"
+            bound.kept[site] = "excluded by module_filter_fn"
         elif isinstance(module, GroupedLinear):
             bound.kept[site] = "grouped GEMMs have no backward in low precision"
         elif reason := taken.get(site) or refuse(module):
@@ -351,18 +361,21 @@ def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
 
 
 def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
-    """Take a conversion back: the original modules, keys and Parameter objects, with what was trained. Tables that a plan keeps in fewer bits give back the rounded rows.
+    """Undo a conversion: restore the original modules, keys and Parameter objects, which keep their trained values.
+
+    Tables that the plan stored in fewer bits come back with their rounded rows.
 
     Args:
-        model: converted, wrapped or not.
-        discard: names of architecture mods that the plan applied and that are given up with what they learned; without their names such a model is not reverted.
+        model: A converted model, wrapped or not.
+        discard: Names of architecture mods applied by the plan. Reverting loses what was trained in them, so each
+            must be named here.
 
     Returns:
-        How many linears were converted.
+        The number of linears that were converted.
 
     Raises:
-        ValueError: the plan applied mods that change the architecture, and `discard` does not name them; or modules hold FP8 weights alone, from which no original can be made.
-            Nothing was changed.
+        ValueError: The plan applied mods that change the architecture, and `discard` does not name them; or modules
+            hold only FP8 weights, from which the originals cannot be restored. Nothing was changed.
 
     Example:
         >>> loka.revert(model)
@@ -370,11 +383,11 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
     """
     inner = unwrap(model)
     if packed := [name for name, module in inner.named_modules() if getattr(module, PACKED, False)]:
-        raise ValueError(f"{', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''}: loka.quantize kept FP8 weights alone, the original ones are gone; hint: load the original again; loka.convert(..., freeze=True) serves and can be reverted")  # fmt: skip
+        raise ValueError(f"{', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''}: loka.quantize kept only FP8 weights, the originals are gone; hint: load the original model again; loka.convert(..., freeze=True) can be reverted")  # fmt: skip
     applied: list[tuple[str, str]] = inner.__dict__.get(_MODS, [])
     lost = [name for name, effect in applied if effect == "architecture" and name.partition("(")[0] not in discard]
     if lost:
-        raise ValueError(f"the plan changed the architecture by {', '.join(lost)}: the original cannot have what was trained in it; hint: loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})")  # fmt: skip
+        raise ValueError(f"the plan changed the architecture by {', '.join(lost)}: reverting loses what was trained in it; hint: loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})")  # fmt: skip
     count = _release(inner)
     release_tables(inner)
     if (room := sys.modules.get(_COLLECTIVES)) is not None:

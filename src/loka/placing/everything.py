@@ -1,4 +1,4 @@
-"""A plan without evidence: every chain in FP8, for comparison and for those who know what they want."""
+"""A plan without measurements: every chain in FP8, as a baseline or where FP8 is wanted regardless."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,18 +26,19 @@ def plan_everything(
     linears: int = 0,
     gradient: GradientScales | None = None,
 ) -> Plan:
-    """Every chain of a model in FP8, whatever its error and its speed: what `loka.mods.Fuse` places, as a plan.
+    """Return a plan that runs every chain in FP8, whatever its error or speed; the plan form of `loka.mods.Fuse`.
 
     Args:
-        model: not converted; it is run on the example and left as it was.
-        example: one input; a tuple is *args, a dict **kwargs.
-        mods: rewrites to apply first, as spelled: "no_bias", "block_norm", "hard_swish".
-        serving: for inference: dropout has no effect, scales come from the example.
-        linears: linears that stand alone are taken from this width on; 0 takes none. Those that are called several times run under the recipe `rowwise`.
-        gradient: scales of the gradients; None is what the norms allow.
+        model: A model that is not converted. It is run on the example and left unchanged.
+        example: One input; a tuple is *args, a dict **kwargs.
+        mods: Mods to apply first, in their string form: "no_bias", "block_norm", "hard_swish".
+        serving: Plan for inference: dropout is ignored, and scales come from the example.
+        linears: Also take standalone linears at least this wide; 0 takes none. Those that no chain can hold, because
+            they are called several times, run with the `rowwise` recipe.
+        gradient: How gradients are scaled; None picks per chain, see `loka.units.discover`.
 
     Returns:
-        A plan that says in its notes that nothing was measured.
+        A plan whose notes say that nothing was measured.
 
     Example:
         >>> loka.convert(model, loka.placing.plan_everything(model, batch))
@@ -50,7 +51,7 @@ def plan_everything(
         units, sites = _parts(inner, found, linears, serving)
         if serving:
             with undisturbed(inner), measuring(inner, units) as seen, torch.no_grad():
-                inner.eval()  # what is served has no dropout, and counts no batches
+                inner.eval()  # as in serving: no dropout, no batch statistics updated
                 call_model(inner, example)
             units = seen.units(headroom=1.0)
     finally:
@@ -68,12 +69,12 @@ def plan_everything(
         mods=list(mods),
         units=units,
         environment=environment_of(inner),
-        notes=["made without evidence: every chain in FP8, whatever its error and its speed"],
+        notes=["made without measurements: every chain in FP8, whatever its error or speed"],
     )
 
 
 def _parts(model: nn.Module, found: Discovered, least: int, serving: bool) -> tuple[list[UnitPlan], list[SitePlan]]:
-    """The chains, the linears that no chain can hold under a recipe from a width on, and why the others stay."""
+    """Return the units, and the sites: wide linears that no chain can hold run by a recipe, the others say why not."""
     sites = {}
     for name, module in named_sites(model, once=True):
         if isinstance(module, nn.Linear):

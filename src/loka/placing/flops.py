@@ -1,9 +1,10 @@
-"""The share of a model's GEMM FLOPs that a set of bindings runs in low precision, counted on an example.
+"""Count the share of a model's GEMM FLOPs that a set of bindings runs in low precision, on an example.
 
-The model is run once on the example, forward and, in training mode, backward. torch's counter gives the FLOPs of everything it multiplies (attention and grouped
-GEMMs included); hooks give the rows that each linear saw. A linear of M rows costs 2 M K N per GEMM, and has a dgrad only where its input needs a gradient.
+The model is run once on the example: forward and, in training mode, backward. torch's FLOP formulas give the total,
+attention and grouped GEMMs included; hooks give the rows of each linear. A linear with M rows costs 2 M K N per GEMM,
+and has a dgrad only if its input requires a gradient.
 
-The example leaves no trace: gradients go nowhere, buffers and random generators are put back.
+The run leaves no trace: gradients are discarded, buffers and random generators are restored.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +20,7 @@ from loka.nn.wrapping import named_sites
 from loka.units.example import tensors_in, try_example
 from loka.units.undisturbed import gradients_aside, undisturbed
 
-_CPU_ATTENTION: dict[Any, Any] = {  # which torch's own counter does not know
+_CPU_ATTENTION: dict[Any, Any] = {  # missing in torch's own registry
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
 }  # fmt: skip
@@ -28,9 +29,14 @@ _CPU_ATTENTION: dict[Any, Any] = {  # which torch's own counter does not know
 def low_precision_share(
     model: nn.Module, example: Any, bindings: Mapping[str, LinearBinding], whole: Collection[str] = ()
 ) -> float:
-    """Share of the GEMM FLOPs of one step on `example`.
+    """Return the low-precision share of the GEMM FLOPs of one step on `example`.
 
-    `whole`: linears all of whose GEMMs run in low precision, since a chain does. The example is a Tensor, a tuple of arguments, a dict of them, one argument of any other kind, or a function without arguments that runs the model itself.
+    Args:
+        model: Not converted yet.
+        example: A tensor, a tuple or dict of arguments, one argument of any other kind, or a function without
+            arguments that runs the model itself.
+        bindings: The linears that will be bound, by name.
+        whole: Linears all of whose GEMMs run in low precision: those in a chain.
     """
     modules = dict(named_sites(model))
     low = 0.0
@@ -54,18 +60,22 @@ def low_precision_share(
         for name, binding in (*bindings.items(), *((name, None) for name in whole))
     ]
     try:
-        with undisturbed(model), gradients_aside(model), _Products() as counted:
+        with undisturbed(model), gradients_aside(model), _FlopCounter() as counted:
             _run(model, example)
     finally:
         for handle in handles:
             handle.remove()
     if counted.flops == 0:
-        raise ValueError("the example made the model multiply nothing: there is no share to tell")
+        raise ValueError("the model ran no GEMM on the example, so no share of FLOPs can be computed")
     return float(min(low / counted.flops, 1.0))
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what torch's FLOP formulas say of every op. Its own counter also follows modules with gradient hooks, which a module that is given a Parameter (a parametrisation) breaks."""
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sum torch's FLOP formulas over all ops.
+
+    torch's FlopCounterMode also tracks modules by gradient hooks, which fail for a module whose input is a Parameter
+    (a parametrization).
+    """
 
     supports_higher_order_operators = True
 
@@ -87,6 +97,6 @@ def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
         given = tuple(example) if isinstance(example, list) else example
         out = example() if callable(example) else try_example(model, given)
-        leaves = [t for t in tensors_in(out) if t.requires_grad]  # of whatever a forward returns, a dataclass too
-        if leaves:  # not `grad`, which a checkpoint with use_reentrant=True refuses
+        leaves = [t for t in tensors_in(out) if t.requires_grad]  # `out` may be any structure, also a dataclass
+        if leaves:  # not torch.autograd.grad, which checkpoint(use_reentrant=True) does not support
             torch.autograd.backward([(t.abs() if t.is_complex() else t).float().sum() for t in leaves])

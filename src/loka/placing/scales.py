@@ -1,4 +1,7 @@
-"""Scales that are remembered between steps or fixed for serving: kept beside a state_dict, of which they are no part, put back, and calibrated."""
+"""Save, load and calibrate scales that are remembered between steps or fixed for serving.
+
+They are not part of a model's state_dict.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,8 +14,8 @@ from loka.lowp.scaling import AmaxState
 from loka.nn.wrapping import unwrap
 
 
-def _remembered(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
-    """Everything that remembers magnitudes, by a name that stays."""
+def _amax_states(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
+    """Yield every amax state of the model under a stable name, `site/operand`."""
     inner = unwrap(model)
     for name, linear in linears_of(inner):
         for role, amax in linear.state.amax_states.items():
@@ -25,26 +28,26 @@ def _remembered(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
 
 
 def scale_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of remembered scales as tensors named `site/operand/part`, to be saved beside a checkpoint. Empty where all scales are dynamic.
+    """Return the state of remembered scales, to be saved along with a checkpoint. Empty if all scales are dynamic.
 
     Args:
-        model: converted, wrapped or not.
+        model: A converted model, wrapped or not.
 
     Returns:
-        Tensors to keep beside the model's state_dict.
+        Tensors named `site/operand/part`.
 
     Example:
         >>> safetensors.torch.save_file(loka.scale_state(model), "scales.safetensors")
     """
-    return {f"{name}/{part}": tensor for name, amax in _remembered(model) for part, tensor in amax.state().items()}
+    return {f"{name}/{part}": tensor for name, amax in _amax_states(model) for part, tensor in amax.state().items()}
 
 
 def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `scale_state` returned; refuses one of another conversion, naming the differences.
+    """Restore what `scale_state` returned. Raise a ValueError naming the differences if the conversions differ.
 
     Args:
-        model: converted as the one the state is of.
-        state: what `scale_state` returned there.
+        model: A model converted like the one the state was taken from.
+        state: What `scale_state` returned.
 
     Example:
         >>> loka.load_scale_state(model, safetensors.torch.load_file("scales.safetensors"))
@@ -52,9 +55,9 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     expected = scale_state(model)
     if problems := sorted(expected.keys() ^ state.keys()):
         where = [f"{name}: {'missing' if name in expected else 'unknown'}" for name in problems]
-        hint = "hint: where a Guard switched sites, guard.load_state_dict(...) comes first"
+        hint = "hint: if a Guard switched sites, call guard.load_state_dict(...) first"
         raise ValueError(f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}; {hint}")  # fmt: skip
-    for name, amax in _remembered(model):
+    for name, amax in _amax_states(model):
         amax.load({part: state[f"{name}/{part}"] for part in amax.state()})
     for _, chain in chains_of(unwrap(model)):
         chain.find_primed()
@@ -62,12 +65,12 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
-    """Batches run in this block set the fixed scales: the largest magnitude each site sees becomes its bound.
+    """Set fixed scales from the batches run in this block: the largest magnitude each site sees becomes its bound.
 
-    A block that ends in an exception changes nothing: earlier scales stay as they were.
+    If the block raises, the earlier scales are restored.
 
     Args:
-        model: converted with static scales, or with chains.
+        model: A model converted with static scales or with chains.
 
     Returns:
         A context manager.
@@ -109,7 +112,7 @@ def _calibrating_linears(states: Mapping[str, AmaxState]) -> Iterator[None]:
             raise ValueError(
                 f"calibration saw no finite value other than zero at {', '.join(unseen[:6])}; run more batches"
             )
-    except BaseException:  # the bounds of the last whole calibration stay, after Ctrl-C too
+    except BaseException:  # restore the last complete calibration, also after Ctrl-C
         for name, state in states.items():
             static, state.calibrated = before[name]
             state.static.copy_(static)

@@ -1,8 +1,8 @@
-"""units: what one decision is about. The units of a model are found on an example input, and placed in it: chains of linears, linears that
-stand alone, embedding tables, and what ranks send each other.
+"""units: the parts of a model that a plan decides on individually: chains of linears, standalone linears, embedding
+tables and what ranks send each other. They are found by running the model on an example input.
 
-found = loka.units.discover(model, example)       every linear in exactly one unit, and why a chain ends where it ends
-chain = loka.units.place(model, found.units[0])   in FP8 from now on; loka.revert(model) takes it back
+    found = loka.units.discover(model, example)       the chains, where each one ends, and why
+    chain = loka.units.place(model, found.units[0])   run it in FP8; loka.revert(model) undoes it
 """
 
 from loka.units.discovery import Discovered, discover

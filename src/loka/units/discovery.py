@@ -1,10 +1,12 @@
-"""Find the units of a model: run it once on an example, and follow what each linear hands on.
+"""Find the units of a model by running it on an example and following the output of each linear.
 
-A chain is a run of linears in which each one's output is read by the next one alone, with nothing in between but a norm, an activation and dropout. It does not matter how the
-model is written, only what the example shows (`loka.units.flow`): an nn.Sequential, a class of one's own, attributes called one after another. Nothing is changed here.
+A chain is a sequence of linears in which each output is read only by the next linear, with at most a norm, an
+activation and dropout in between. How the model is written does not matter (nn.Sequential, a custom class, attributes
+called in order), only what the example shows (`loka.units.flow`). Nothing is changed here.
 
-What ends a chain is written down for every linear: two readers, an addition, a norm that spans something else, a linear that must stay in high precision.
-One execution is no proof: a model that takes another path on other data may use a module in ways that were not seen, so placing a chain refuses a module that is called twice in what was seen.
+The reason a chain ends is recorded for every linear: two readers, an addition, a norm over another dimension, a linear
+that must stay in high precision. One execution proves nothing about paths that other data may take, so a linear that
+the example calls more than once is never put in a chain.
 """
 
 import math
@@ -28,23 +30,27 @@ from loka.units.paths import find_holders, find_shared, see_paths
 from loka.units.tables import find_collectives, find_tables
 
 ModuleFilter = Callable[[nn.Module, str], bool]
-NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
-PROTECTED = "loka_protected"  # the mark of the mod `protect_intermediates`, and of whoever wants a module left alone
-_PAST = "its weight is read without a call of it, so that nothing is seen of its input; hint: module(x), not module.forward(x) or a function of its weight"
+NARROW = 64  # a linear with fewer inputs or outputs does not fill an FP8 tile
+PROTECTED = "loka_protected"  # attribute that keeps a module in high precision; set by the mod `protect_intermediates`
+_BYPASSED = (
+    "its weight is read without calling the module, so its input is not seen; "
+    "hint: module(x), not module.forward(x) or a function of its weight"
+)
 
 
 @dataclass(frozen=True)
 class Discovered:
-    """The chains of a model, and why each linear that is in none stands alone.
+    """The chains of a model, and the reason for every linear that is in none.
 
     Args:
-        units: chains, in the order they run.
-        alone: linears that are in no chain, with the reason.
-        by_themselves: those of them that no chain can hold, and that can run one by one: they are called several times, have hooks, or share their weight.
-        rows: of each call of each linear that was called.
-        ends: for the last linear of every chain, what ends it there.
-        tables: embedding tables, as they are.
-        collectives: what ranks of this model would send each other, as it is.
+        units: Chains, in the order they run.
+        alone: Linears that are in no chain, with the reason.
+        by_themselves: Those of `alone` that cannot be in a chain but can be converted individually: they are called
+            several times, have hooks, or share their weight.
+        rows: For every linear that was called, the rows of each call.
+        ends: For the last linear of every chain, why the chain ends there.
+        tables: The embedding tables in their current format.
+        collectives: What the ranks of this model would send each other, in its current format.
     """
 
     units: list[UnitPlan] = field(default_factory=list)
@@ -74,22 +80,24 @@ def discover(
     gradient: GradientScales | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> Discovered:
-    """The units of a model.
+    """Find the units of a model.
 
     Args:
-        model: any nn.Module, wrapped or not.
-        example: one input; a tuple is *args, a dict **kwargs. Models of this package need none. Steps run the model in their own way, for models that take more than one path.
-        serving: dropout has no effect in serving, so a chain may pass through it wherever it stands.
-        narrow: linears with fewer inputs or outputs stay out of chains.
-        linears: a linear that stands alone is a unit of its own where it has at least this many inputs and outputs; 0: never.
-        gradient: scales of the gradients; None is what the norms allow.
-        module_filter_fn: `f(module, name)`, which linears may be taken.
+        model: Any nn.Module, wrapped or not.
+        example: One input; a tuple is *args, a dict **kwargs. Models of this package need none. `Steps` run the model
+            with their own functions, for models that take more than one path.
+        serving: Find units for inference, where dropout has no effect and does not end a chain.
+        narrow: Linears with fewer inputs or outputs are not put in chains.
+        linears: Make a standalone linear a unit if it has at least this many inputs and outputs; 0 for never.
+        gradient: How gradients are scaled. None means `delayed` for chains whose kernels write quantized gradients,
+            where a known scale saves a pass over the data, and `tensor` for the others.
+        module_filter_fn: `f(module, name)`; linears for which it is false are not taken.
 
     Returns:
-        Chains, and why the other linears stand alone.
+        The chains, and why the other linears are in none.
 
     Raises:
-        ValueError: the model cannot be run on the example, or there is none.
+        ValueError: The model fails on the example, or there is none.
 
     Example:
         >>> print(discover(model, batch))
@@ -97,19 +105,19 @@ def discover(
     """
     inner, searches = unwrap(model), []
     held = find_holders(inner)
-    # a module read by an auxiliary loss is read in training alone
+    # training mode too: an auxiliary loss may read a module's output only there
     for mode, flows in see_paths(inner, example, (False,) if serving else (False, True)).items():
         named = [_with_plain_names(flow) for flow in flows]
         shared = find_shared(named)
         searches += [
             _Search(inner, _Path(flow, mode, shared, held), serving, narrow, module_filter_fn) for flow in named
         ]
-    found = _find(searches, _Asked(serving, linears, gradient))
+    found = _find(searches, _Options(serving, linears, gradient))
     return replace(found, tables=find_tables(inner), collectives=find_collectives(inner))
 
 
 def _with_plain_names(flow: Flow) -> Flow:
-    """A flow whose names are those of the plain model, where a block is compiled or checkpointed on its own."""
+    """Return the flow with the unwrapped model's names, for blocks that are compiled or checkpointed individually."""
     calls = [
         replace(call, site=None if call.site is None else plain_name(call.site), inside=plain_name(call.inside))
         for call in flow.calls
@@ -118,8 +126,8 @@ def _with_plain_names(flow: Flow) -> Flow:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What the caller wants of a unit."""
+class _Options:
+    """What the caller asked for, see `discover`."""
 
     serving: bool
     linears: int
@@ -128,23 +136,23 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Path:
-    """What one call showed, in training or not, the modules that stand elsewhere on others, and those that a module outside of the model holds too."""
+    """The flow of one execution, and what is known about its modules from elsewhere."""
 
     flow: Flow
     training: bool
-    shared: set[str]
-    held: dict[str, str]
+    shared: set[str]  # modules that follow something else on another path
+    held: dict[str, str]  # modules that a module outside of the model holds too, with its type
 
 
-def _find(searches: "list[_Search]", asked: _Asked) -> Discovered:
-    """Every linear in one unit or in none, as it holds on all paths; the first that calls it shows what follows it."""
+def _find(searches: "list[_Search]", options: _Options) -> Discovered:
+    """Assign every linear to one unit or to none, so that it holds on all paths."""
     found, modules, taken = Discovered(), searches[0].modules, set[str]()
     called = {id(modules[site]) for search in searches for site in search.calls}
     read = {name for search in searches for name in search.flow.outside_reads}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and id(module) not in called:
-            past = f"{name}.weight" in read
-            found.alone[name] = refuse(module) or (_PAST if past else "it was not called; hint: an example, or batches, that call it")  # fmt: skip
+            why = _BYPASSED if f"{name}.weight" in read else "it was not called; hint: use an example, or batches, that call it"  # fmt: skip
+            found.alone[name] = refuse(module) or why
     for search in searches:
         others = [other for other in searches if other is not search]
         for site, calls in search.calls.items():
@@ -162,17 +170,17 @@ def _find(searches: "list[_Search]", asked: _Asked) -> Discovered:
             links, end = search._agree(call, others)
             taken.update(link.linear for link in links)
             single = len(links) == 1 and links[0].activation == "none" and links[0].norm == "none"
-            if single and not 0 < asked.linears <= min(links[0].k, links[0].n):
+            if single and not 0 < options.linears <= min(links[0].k, links[0].n):
                 found.alone[call.site] = f"stands alone: {end}"
             else:
                 bounded = all(s._is_bounded(one) for s in meet for one in s.calls[call.site])
-                found.units.append(_unit(links, bounded, search._find_around(links, bounded), asked))
+                found.units.append(_make_unit(links, bounded, search._find_around(links, bounded), options))
                 found.ends[links[-1].linear] = end
     return found
 
 
 class _Search:
-    """One walk over one flow."""
+    """The search for chains in one flow."""
 
     def __init__(self, model: nn.Module, path: _Path, serving: bool, narrow: int, keep: ModuleFilter | None) -> None:
         self.path, self.serving, self.narrow, self.keep = path, serving, narrow, keep
@@ -194,11 +202,11 @@ class _Search:
         self.tied = {key for key, count in counts.items() if count > 1}
 
     def _agree(self, call: Call, others: "list[_Search]") -> tuple[list[LinkPlan], str]:
-        """The chain from a linear on, as far as it is the same in every mode and on every path that was seen."""
+        """Return the chain that starts at a linear, as far as all modes and paths agree on it, and why it ends."""
         links, end = self._walk(call)
         for other in others:
             theirs = other.calls.get(call.site or "", [])
-            if not theirs:  # a path that begins behind it, or elsewhere
+            if not theirs:  # this path does not call the linear, but may call a later one of the chain
                 at = next((n for n, link in enumerate(links) if link.linear in other.calls), len(links))
                 if at < len(links):
                     end = f"{links[at].linear} is called without it on another path"
@@ -211,7 +219,7 @@ class _Search:
                 same += 1
             if same == len(links):
                 continue
-            # the first linear that is followed by something else is the last, with nothing behind it
+            # end the chain at the first linear on which the paths disagree, without norm and activation
             reached = same < len(seen) and links[same].linear == seen[same].linear
             if reached or same == 0:
                 links = [*links[:same], LinkPlan(linear=links[same].linear, k=links[same].k, n=links[same].n)]
@@ -221,13 +229,13 @@ class _Search:
         return links, end
 
     def _refuse(self, site: str, *, in_chain: bool = True) -> str | None:
-        """Why a linear can be in no chain, or not even run by itself."""
+        """Return why a linear cannot be in a chain or, with `in_chain=False`, cannot be converted individually."""
         module = self.modules[site]
         if reason := refuse(module):
             return reason
         assert isinstance(module, nn.Linear)
         if self.keep is not None and not self.keep(module, site):
-            return "module_filter_fn does not let it through"
+            return "excluded by module_filter_fn"
         if getattr(module, PROTECTED, None):
             return f"protected: {getattr(module, PROTECTED)}"
         if site in self.prediction:
@@ -248,7 +256,7 @@ class _Search:
         return None
 
     def _walk(self, call: Call) -> tuple[list[LinkPlan], str]:
-        """Follow one linear as far as the chain goes."""
+        """Follow one linear to the end of its chain."""
         links: list[LinkPlan] = []
         while True:
             assert call.site is not None
@@ -260,7 +268,7 @@ class _Search:
             call = following
 
     def _link(self, call: Call) -> tuple[LinkPlan, Call | None, str]:
-        """A linear and what follows it; the next linear's call, or what ends the chain."""
+        """Return a linear with what follows it, and the call of the next linear or why the chain ends."""
         linear = self.modules[call.site or ""]
         assert isinstance(linear, nn.Linear)
         state = Following(call.site or "", linear)
@@ -285,15 +293,15 @@ class _Search:
             value = reader.outputs[0]
 
     def _take(self, reader: Call, value: int, state: Following) -> str | None:
-        """Let a norm, an activation or a dropout into the link; why not, where it cannot be."""
+        """Add a norm, an activation or a dropout to the link, or return why this is not possible."""
         where = reader.site or f"{reader.op} in {reader.inside or 'the model'}"
         if len(reader.outputs) != 1 or reader.inputs != (value,):
-            return f"{where} stands behind it"
+            return f"{where} follows it"
         if reader.site is None and reader.dropout is not None and reader.inside != STEP:
             return state.take_dropout(reader.dropout, where, reader.inside, caller=reader.inside, serving=self.serving)
         if reader.site is None:
             if reader.activation is None or state.activation != "none" or reader.inside == STEP:
-                return f"{where} stands behind it"
+                return f"{where} follows it"
             return state.take_call(*reader.activation, where, reader.inside, serving=self.serving)
         module = self.modules[reader.site]
         if is_watched(module):
@@ -311,7 +319,7 @@ class _Search:
         return state.take(reader.site, module, serving=self.serving, caller=reader.inside if again else None)
 
     def _find_around(self, links: list[LinkPlan], bounded: bool) -> str | None:
-        """The layer whose interactions can be fused around a chain."""
+        """Return the name of the layer whose interactions can be fused around a chain, if there is one."""
         linears = [self.modules[link.linear] for link in links]
         for name, module in self.modules.items():
             if links[0].linear.startswith(f"{name}.fmb.mlp.") and name:
@@ -319,7 +327,7 @@ class _Search:
         return None
 
     def _is_bounded(self, call: Call) -> bool:
-        """Whether the input came out of a BlockNorm, reshaped or activated at most."""
+        """Check whether the input comes from a BlockNorm, with at most reshapes and activations in between."""
         makers = self.flow.makers
         at = makers.get(call.inputs[0])
         while at is not None:
@@ -337,7 +345,7 @@ class _Search:
 
 
 def _find_between(names: Iterable[str], call: Call, reader: Call) -> str | None:
-    """A module that holds one of two calls and not the other: what it takes or gives would be inside of the chain."""
+    """Return a module that contains only one of two calls: its input or output would be inside the chain."""
     for name in names:
         inside = [
             f"{at}.".startswith(f"{name}.") or not name
@@ -349,22 +357,22 @@ def _find_between(names: Iterable[str], call: Call, reader: Call) -> str | None:
 
 
 def _agree_but_for_calls(evaluated: LinkPlan, trained: LinkPlan) -> bool:
-    """Whether a link is the same in training, but for dropouts that are functions: in eval mode they leave no trace."""
+    """Check whether links agree except for functional dropouts, which are not visible in eval mode."""
     if evaluated.dropout_site is not None or trained.dropout_site not in trained.callers:
         return evaluated == trained
     plain = msgspec.structs.replace(trained, dropout=None, dropout_site=None, callers=evaluated.callers)
     return plain == evaluated and set(evaluated.callers) <= set(trained.callers)
 
 
-def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Asked) -> UnitPlan:
+def _make_unit(links: list[LinkPlan], bounded: bool, around: str | None, options: _Options) -> UnitPlan:
     between = [link for link in links[:-1] if link.norm != "block"]
-    scales = "calibrated" if asked.serving else "delayed"
-    # in serving the scale of an input is calibrated too: a compiler quantises it where it is made, without a look at the row
-    if not between and (bounded or not asked.serving):
+    scales = "calibrated" if options.serving else "delayed"
+    # in serving the input's scale is calibrated too, so that a compiler can fuse its quantization without an amax pass
+    if not between and (bounded or not options.serving):
         scales = "bounded" if len(links) > 1 else "dynamic"
-    # where a kernel of ours makes a gradient, a scale that is known saves it a pass over what it reads
+    # where our kernels write the quantized gradient, a known scale saves a pass over their input
     made = bool(between) or (len(links) == 1 and links[0].norm == "none" and links[0].activation != "none")
-    gradient = asked.gradient or ("delayed" if made else "tensor")
+    gradient = options.gradient or ("delayed" if made else "tensor")
     return UnitPlan(
         name=links[0].linear, links=links, scales=scales, gradient=gradient, bounded_input=bounded, around=around  # type: ignore[arg-type]
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Examples: the arguments of one call of a model, captured, copied, given to it, and the tensors in them."""
+"""Example inputs of a model: capture and copy them, call the model on them, and find the tensors in them."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +13,15 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of one call."""
+    """The arguments of one call of a model.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Example:
+        >>> loka.units.discover(model, Example((dense, sparse), {"mask": mask}))
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -21,32 +29,42 @@ class Example:
 
 @dataclass(frozen=True)
 class Steps:
-    """What runs a model its own way, one function for every batch: each call of it, or of its parts, is an example."""
+    """Functions that run a model, one per batch. Each call they make of the model or its parts serves as an example.
+
+    Args:
+        runs: Functions without arguments.
+
+    Example:
+        >>> loka.units.discover(model, Steps(tuple(partial(train_step, batch) for batch in batches)))
+    """
 
     runs: tuple[Callable[[], Any], ...]
 
 
 class NotCalledError(ValueError):
-    """The model was not called where an example of its call was to be taken."""
+    """The model was not called, so no example could be captured."""
 
 
-class _SeenError(BaseException):  # nobody's `except Exception` takes it for a failure
-    """The model has run: nothing that would follow is needed, a loss that may not fit its output least of all."""
+class _StopRunError(BaseException):  # a BaseException, so that the caller's `except Exception` does not catch it
+    """Ends the run after the model's forward; what follows, such as a loss, is not needed and may fail."""
 
 
 def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = False) -> Example:
-    """The arguments that the model is called with first while `run` runs: an example for whatever calls it.
+    """Return the arguments of the first call that `run` makes of the model.
 
     Args:
-        model: any module.
-        run: calls it.
-        stop: end when its forward has run.
+        model: Any module.
+        run: A function that calls it.
+        stop: Stop `run` as soon as the model's forward has run.
 
     Returns:
         A copy of the arguments.
 
     Raises:
-        NotCalledError: it was not called, though parts of it may have been.
+        NotCalledError: The model itself was not called, though parts of it may have been.
+
+    Example:
+        >>> example = loka.units.capture_example(model, lambda: trainer.step(batch), stop=True)
     """
     seen: list[Example] = []
 
@@ -56,11 +74,11 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
 
     def end(*_: Any) -> None:
         if stop:
-            raise _SeenError
+            raise _StopRunError
 
     handles = model.register_forward_pre_hook(note, with_kwargs=True), model.register_forward_hook(end)
     try:
-        with torch.no_grad(), suppress(_SeenError):
+        with torch.no_grad(), suppress(_StopRunError):
             run()
     finally:
         for handle in handles:
@@ -73,42 +91,27 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
 def call_model(model: nn.Module, example: Any, *, copied: bool = True) -> Any:
     """Call a model on an example. A tuple is *args, a dict **kwargs, an Example both, anything else one argument.
 
-    Args:
-        model: any.
-        example: its arguments.
-        copied: give it a copy, since it may write into its input; where a call is timed, the copy would be timed with it, and only lists and dicts are made anew.
-
-    Returns:
-        What the model returns.
+    The model may write into its input, so it gets a copy. `copied=False` copies only containers, not tensors: a copy
+    would count in a call that is timed.
     """
     return call_as_given(model, copy_example(example) if copied else copy_containers(example))
 
 
 def try_example(model: nn.Module, example: Any) -> Any:
-    """`call_model` on an example that a user gave.
-
-    Args:
-        model: any.
-        example: its arguments.
-
-    Returns:
-        What the model returns.
-
-    Raises:
-        ValueError: the model fails on it, with what is expected of an example.
-    """
+    """Call `call_model`, and turn a failure into a ValueError that says what an example should be."""
     try:
         return call_model(model, example)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ValueError(
-            f"the model cannot run the example: {type(error).__name__}: {error}; hint: an example is the model's input without a target, a tuple for several arguments, a dict for keyword arguments"
+            f"the model cannot run the example: {type(error).__name__}: {error}; hint: an example is the model's input "
+            "without a target, a tuple for several arguments, a dict for keyword arguments"
         ) from error
 
 
 def call_as_given(model: nn.Module, example: Any) -> Any:
-    """`call_model` without any copy: a tracer cannot follow one."""
+    """Call a model like `call_model`, but without any copy, which a tracer could not follow."""
     if isinstance(example, Example):
         return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):
@@ -117,26 +120,26 @@ def call_as_given(model: nn.Module, example: Any) -> Any:
 
 
 def copy_example(example: Any) -> Any:
-    """A copy, for a model that writes into its input; what cannot be copied is given as it is, in new lists and dicts."""
+    """Return a deep copy; if there is something that cannot be copied, copy only the containers."""
     try:
         return copy.deepcopy(example)
-    except Exception:  # a tensor with a history, a handle of a file
+    except Exception:  # a non-leaf tensor, a file handle
         return copy_containers(example)
 
 
 def copy_containers(value: Any) -> Any:
-    """The same tensors in new lists, tuples and dicts: a forward may take out what it reads (`features.pop("dense")`)."""
+    """Return the same tensors in new containers, since a forward may change these (`features.pop("dense")`)."""
     if isinstance(value, Example):
         return Example(copy_containers(value.args), copy_containers(value.kwargs))
     return pytree.tree_map(lambda leaf: leaf, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, and in the attributes of other objects (a jagged tensor, a cache of keys)."""
+    """Yield every tensor in nested containers, dataclasses and attributes of objects (a jagged tensor, a KV cache)."""
     yield from _tensors_in(value, {}, _DEPTH)
 
 
-_DEPTH = 6  # an object's attributes may lead to anything: a data set, the whole program
+_DEPTH = 6  # attributes may lead anywhere: to a data set, to the whole program
 _PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size, nn.Module)
 
 
@@ -144,7 +147,7 @@ def _tensors_in(value: Any, seen: dict[int, int], depth: int) -> Iterator[Tensor
     if isinstance(value, Tensor):
         yield value
         return
-    # what was met far down, where little of it could be seen, is looked at again where it is nearer
+    # `seen` holds the depth left at the last visit: an object met again with more depth left is searched again
     if isinstance(value, _PLAIN) or callable(value) or seen.get(id(value), 0) >= depth:
         return
     seen[id(value)] = depth

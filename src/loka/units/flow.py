@@ -1,15 +1,16 @@
-"""Flow: which module feeds which, seen by running the model once on an example.
+"""Record the data flow between the modules of a model by running it once on an example.
 
-A module tree says what a model has, not in which order it is used. Whether a norm's gain can be folded into the next linear, whether a sigmoid is a gate or
-the output, whether a module is used twice: all of that is in the forward pass. So it is run once, under no_grad, in eval mode or in training mode, and written down:
+A module tree does not say in which order modules are used, whether a norm's gain can be folded into the next linear,
+whether a sigmoid is a gate or the output, or whether a module is used twice. The forward pass does, so it is run once
+under no_grad, in eval or training mode, and recorded as:
 
     atom   a module without children: one call, whatever happens inside it
-    op     a tensor operation outside of any atom, as the dispatcher sees it (aten), so nothing is missed: views, autograd functions, custom ops
-    span   one call of any module, with the arguments it was given and what it returned
+    op     an operation outside of any atom, as the dispatcher sees it, custom ops and autograd functions included
+    span   one call of any module, with its tensor arguments and outputs
 
-Tensors are told apart by identity and by version, so an operation in place makes a new value.
+Every output of a call is a new value, so an in-place operation makes one too.
 
-This is one execution, not a proof: a model whose forward takes another path on other data may use a module in ways that were not seen. `loka.mods.branching` says which
+This is one execution, not a proof: on other data the forward may take another path. `loka.mods.branching` says which
 forwards have other paths.
 """
 
@@ -31,12 +32,12 @@ from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
 
-STEP = "the step"  # where operations are that a step does between calls of modules
-# Operations that hand on every channel of the last dimension as it is.
+STEP = "the step"  # `inside` of operations that a training step runs between its calls of modules
+# Operations that keep every channel of the last dimension unchanged.
 _COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "native_dropout"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "_reshape_alias"}
 _CUTS = {"slice", "select", "index", "index_select", "gather"}
-# What stands between a prediction layer and the result: no weights, no products, no norms.
+# What may come between a prediction layer and the result: no weights, no products, no norms.
 _TAIL = {
     "sigmoid", "sigmoid_", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "add", "add_", "mul", "mul_", "div", "neg", "exp",
     "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "permute", "_to_copy", "clone", "alias", "detach", "select", "slice", "cat", "stack",
@@ -57,8 +58,8 @@ class Call:
     inner: frozenset[str] = frozenset()  # operations inside an atom
     dim: int | None = None  # the dimension an operation cuts
     linear: bool = False  # whether the atom is an nn.Linear
-    activation: tuple[str, float] | None = None  # an operation that is one: the kernels' name, and its slope
-    dropout: float | None = None  # of a call of torch's dropout that has an effect: its p
+    activation: tuple[str, float] | None = None  # for an activation: its name in the kernels, and its slope
+    dropout: float | None = None  # p of a functional dropout that has an effect
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Span:
 
     name: str
     inside: str
-    arguments: tuple[tuple[int | str, int], ...]  # those that are tensors: position or name, value
+    arguments: tuple[tuple[int | str, int], ...]  # tensor arguments: (position or name, value)
     outputs: tuple[int, ...]
     sole: bool  # whether it returned one tensor and nothing else
 
@@ -80,34 +81,34 @@ class Flow:
     spans: list[Span] = field(default_factory=list)  # in the order they ended
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)  # whether a value holds floating-point numbers
-    dtypes: set[torch.dtype] = field(default_factory=set)  # of any value
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of all values
     results: frozenset[int] = frozenset()
     owned: set[int] = field(default_factory=set)  # values that are parameters or buffers
     outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
 
     def calls_of(self, site: str) -> list[Call]:
-        """Every call of an atom."""
+        """Return every call of an atom."""
         return [call for call in self.calls if call.site == site]
 
     def readers(self, value: int) -> list[Call]:
-        """The calls that read a value."""
+        """Return the calls that read a value."""
         return [call for call in self.calls if value in call.inputs]
 
     def maker(self, value: int) -> Call | None:
-        """The call that made a value; None for inputs and parameters."""
+        """Return the call that produced a value; None for inputs and parameters."""
         return self.makers.get(value)
 
     @cached_property
     def makers(self) -> dict[int, Call]:
-        """The call that made each value."""
+        """The call that produced each value."""
         return {out: call for call in reversed(self.calls) for out in call.outputs}
 
     def spans_of(self, name: str) -> list[Span]:
-        """Every call of a module."""
+        """Return every call of a module."""
         return [span for span in self.spans if span.name == name]
 
     def ancestors(self, value: int) -> set[int]:
-        """Every value that went into a value."""
+        """Return every value that a value depends on."""
         makers = self.makers
         found: set[int] = set()
         waiting = [value]
@@ -122,23 +123,27 @@ class Flow:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why a flow could not be seen."""
+    """The result of `record` when it fails.
+
+    Args:
+        reason: Why the flow could not be recorded.
+
+    Example:
+        >>> isinstance(loka.units.record(model, example), Unknown)
+    """
 
     reason: str
 
 
 def channels_kept(flow: Flow, call: Call, value: int, width: int, *, shift: bool) -> bool:
-    """Whether a call only moves whole rows of channels, so that an affine map of the channels can be applied after it instead.
+    """Check whether a call only moves whole rows of channels, so that an affine map per channel commutes with it.
 
     Args:
-        flow: that the call is in.
-        call: what reads the value.
-        value: the number of the tensor with the channels.
-        width: how many channels a row has.
-        shift: whether the map adds something; dropout commutes with a product alone.
-
-    Returns:
-        True where the map may be moved behind the call.
+        flow: The flow that contains the call.
+        call: The call that reads the value.
+        value: The number of the tensor with the channels.
+        width: The number of channels per row.
+        shift: Whether the map adds a constant; dropout commutes only with a product.
     """
     last = flow.shapes[call.outputs[0]][-1:] if call.outputs else ()
     if call.site is not None and call.op in ("Flatten", "Unflatten"):
@@ -155,16 +160,16 @@ def channels_kept(flow: Flow, call: Call, value: int, width: int, *, shift: bool
 
 @dataclass(frozen=True)
 class Sink:
-    """A linear at the end of a walk; its inputs are `repeat` copies of the channels, one after another."""
+    """A linear that reads the followed channels; its input is `repeat` copies of them, one after another."""
 
     site: str
     repeat: int
 
 
 def follow(flow: Flow, value: int, *, shift: bool) -> list[Sink] | str:
-    """The linears that read a value, if nothing else does and nothing in between changes its channels; otherwise what stands in the way.
+    """Return the linears that read a value if nothing else reads it or changes its channels on the way, else why not.
 
-    `shift`: whether a constant is to be moved along, which random dropout would not let through as a constant.
+    With `shift`, a constant is to be moved past the calls in between, which random dropout does not allow.
     """
     width, sinks, waiting = flow.shapes[value][-1], [], [value]
     while waiting:
@@ -184,7 +189,7 @@ def follow(flow: Flow, value: int, *, shift: bool) -> list[Sink] | str:
 
 
 def prediction_linears(flow: Flow) -> Iterator[str]:
-    """Linears from which the result is reached without weights, products or norms in between, and not along a residual."""
+    """Yield the linears with no weights, products, norms or residual additions between them and the result."""
     makers = flow.makers
     waiting, seen = list(flow.results), set(flow.results)
     while waiting:
@@ -199,7 +204,7 @@ def prediction_linears(flow: Flow) -> Iterator[str]:
 
 
 def _is_residual(flow: Flow, call: Call) -> bool:
-    """An addition of something to what was made from it."""
+    """Check whether a call adds a value to something that was computed from it."""
     if call.op not in ("add", "add_") or len(call.inputs) != 2:
         return False
     first, second = call.inputs
@@ -207,39 +212,43 @@ def _is_residual(flow: Flow, call: Call) -> bool:
 
 
 def record(model: nn.Module, example: Any = None, *, training: bool = False) -> Flow | Unknown:
-    """Run the model on an example and write down what fed what.
+    """Run the model on an example and record its data flow.
 
     Args:
-        model: any module. Its mode, buffers and attributes and the random state are afterwards what they were.
-        example: one input (a tuple is *args, a dict **kwargs). Without one, a model that has `example_inputs()` (shapes without storage, as the models of this package
-            have) is run on the meta device.
-        training: whether it runs in training mode.
+        model: Any module. Its mode, buffers and attributes and the random state are restored afterwards.
+        example: One input; a tuple is *args, a dict **kwargs. Without one, a model with `example_inputs()`, as the
+            models of this package have it, is run on the meta device.
+        training: Run in training mode.
 
     Returns:
-        The flow; Unknown, with the reason, for a model that fails on the example or has none.
+        The flow, or Unknown with the reason if the model fails on the example or there is none.
+
+    Example:
+        >>> flow = loka.units.record(model, batch)
     """
-    ghost = example is None
-    if ghost and not hasattr(model, "example_inputs"):
+    on_meta = example is None
+    if on_meta and not hasattr(model, "example_inputs"):
         return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
     recorder = _Recorder(model)
     try:
         with undisturbed(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
-            result = recorder.run_without_storage() if ghost else call_model(model, example)
-            return recorder.finish(result)  # in here: what a forward keeps in attributes is still there
-    except Exception as error:  # whatever a user's forward raises: the mods can do without, and say so
+            result = recorder.run_on_meta() if on_meta else call_model(model, example)
+            return recorder.finish(result)  # before `undisturbed` restores the attributes, which may hold results
+    except Exception as error:  # a user's forward may raise anything; mods can do without a flow and report it
         return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
 
 
 def record_steps(model: nn.Module, run: Callable[[], Any], *, training: bool = False) -> list[Flow]:
-    """Run whatever runs a model, and write down what fed what.
+    """Run a function that calls a model or its parts, and record the data flow.
 
     Args:
-        model: any module; it is left as `record` leaves it.
-        run: calls the model, once or often, or its parts.
-        training: whether it runs in training mode.
+        model: Any module; restored afterwards, as by `record`.
+        run: Calls the model, any number of times, or its parts.
+        training: Run in training mode.
 
     Returns:
-        A flow for every call of the model, and one for all of what called its parts one by one, where operations between them are inside of `STEP`.
+        A flow for every call of the model, and one for all calls of its parts outside of these; operations between
+        them are recorded as inside `STEP`.
     """
     recorder = _Recorder(model, steps=True)
     with undisturbed(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
@@ -251,7 +260,7 @@ _ACTIVATIONS = {"relu": "relu", "silu": "silu", "hardswish": "hard_swish", "tanh
 
 
 def _spell_activation(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, float] | None:
-    """An operation of the dispatcher, in place or not, as the kernels name it."""
+    """Return the kernels' name and slope of an aten activation, in place or not; None if the op is none of them."""
     op = op.removesuffix("_")
     if op == "gelu":
         return "gelu_tanh" if kwargs.get("approximate", "none") == "tanh" else "gelu", LEAK
@@ -260,8 +269,8 @@ def _spell_activation(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return (_ACTIVATIONS[op], LEAK) if op in _ACTIVATIONS else None
 
 
-def _forgetting(key: int, *known: dict[int, Any]) -> Callable[[Any], None]:
-    """What is called when a tensor is gone."""
+def _make_forget(key: int, *known: dict[int, Any]) -> Callable[[Any], None]:
+    """Return a weakref callback that drops a tensor's id from some dicts."""
 
     def forget(_: Any) -> None:
         for one in known:
@@ -270,8 +279,8 @@ def _forgetting(key: int, *known: dict[int, Any]) -> Callable[[Any], None]:
     return forget
 
 
-class _SeeDropout(TorchFunctionMode):
-    """Shows a recorder the calls of torch's dropout that have an effect; the dispatcher sees what they are made of, a product with random numbers."""
+class _DropoutMode(TorchFunctionMode):
+    """Report calls of torch's dropout with an effect to a recorder: the dispatcher only sees what they decompose to."""
 
     def __init__(self, recorder: "_Recorder") -> None:
         super().__init__()
@@ -287,22 +296,22 @@ class _SeeDropout(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hooks on every module and a mode that sees every operation."""
+    """Record a flow by hooks on every module and a dispatch mode that sees every operation."""
 
     def __init__(self, model: nn.Module, *, steps: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
-        self._steps = steps  # whatever runs the model is recorded, not one call of it
-        self._whole: list[Flow] = []  # of calls of the model itself
-        self._given: list[int] = []  # what parts of it gave to a step that called them one by one
+        self._steps = steps  # record a function that calls the model or its parts, not one call of the model
+        self._whole: list[Flow] = []  # flows of calls of the model itself
+        self._given: list[int] = []  # values that parts of the model returned to a step
         self._names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._owners = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._buffers = {id(b) for b in model.buffers()}
         self._flow = Flow()
-        self._values: dict[int, int] = {}
-        self._alive: dict[int, Any] = {}  # forgets values whose tensors are gone: their identity may become another's
-        self._begun: tuple[Any, ...] | None = None  # what was recorded before the call of the model that is running
-        self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []
+        self._values: dict[int, int] = {}  # id of a tensor -> value
+        self._alive: dict[int, Any] = {}  # weakrefs that drop the id of a freed tensor, which may be reused
+        self._begun: tuple[Any, ...] | None = None  # the step's recording, while a call of the model is recorded
+        self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []  # running: name, atom, inputs, inner
         self._arguments: list[tuple[tuple[int | str, int], ...]] = []
         self._outside: set[str] = set()
 
@@ -313,23 +322,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in (m for m in self._model.modules() if not is_scripted(m)):
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
-            # in training alone: torch's fused encoder layer is not taken while any function mode is there
-            with self, _SeeDropout(self) if training else nullcontext():
+            # only in training: torch's fused encoder layer is not used while a function mode is active
+            with self, _DropoutMode(self) if training else nullcontext():
                 yield
 
-    def run_without_storage(self) -> Any:
-        """The model on its own example inputs, with parameters that have shapes and no values."""
+    def run_on_meta(self) -> Any:
+        """Run the model on its own example inputs, with all parameters and buffers on the meta device."""
         named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers()]
-        ghosts: dict[int, Tensor] = {id(t): torch.empty_like(t, device="meta") for _, t in named}
-        self._owners |= {id(ghosts[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
-        self._buffers |= {id(ghost) for ghost in ghosts.values()}
+        on_meta: dict[int, Tensor] = {id(t): torch.empty_like(t, device="meta") for _, t in named}
+        self._owners |= {id(on_meta[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
+        self._buffers |= {id(tensor) for tensor in on_meta.values()}
         inputs = self._model.example_inputs()  # type: ignore[operator]
-        # anew: making the ghosts read every parameter, which the model does not
+        # start afresh: `empty_like` was recorded as a read of every parameter
         self._flow, self._values, self._outside, self._alive = Flow(), {}, set(), {}
-        return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
+        return torch.func.functional_call(self._model, {name: on_meta[id(t)] for name, t in named}, inputs)
 
     def finish_steps(self) -> list[Flow]:
-        """A flow for every call of the model, and one for whatever called its parts."""
+        """Return a flow for every call of the model, and one for the calls of its parts, if there were any."""
         flow = self._flow
         read = {value for call in flow.calls if call.site is not None for value in call.inputs}
         read |= {source for value in tuple(read) for source in flow.ancestors(value)}
@@ -338,7 +347,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [*self._whole, *([flow] if self._given else [])]
 
     def finish(self, result: Any) -> Flow:
-        # for a loss that reads it later
+        # tensors that a forward keeps in attributes are results too: a loss may read them later
         kept = [value for module in self._model.modules() for value in vars(module).values()]
         known = [t for t in tensors_in(kept) if id(t) in self._values]
         self._flow.results = frozenset(self._value(t) for t in (*tensors_in(result), *known))
@@ -356,7 +365,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._stack[-1][1] and isinstance(output, Tensor) and any(output is value for value in args):
-            # Identity, or Dropout in eval mode: what it hands on is told apart from what it was given
+            # Identity, or Dropout in eval mode: its output must be a value of its own
             output = output.view_as(output)
         name, atom, inputs, inner = self._stack.pop()
         if atom and not self._in_atom():
@@ -372,7 +381,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _end_call(self, output: Any, made: tuple[int, ...]) -> None:
-        """A step has called the model, or a part of it."""
+        """Finish a step's call of the model or of a part of it."""
         if self._begun is None:
             self._given += made
             return
@@ -386,7 +395,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         inputs = self._read((args, kwargs or {}))
         for tensor in tensors_in((args, kwargs or {})) if self._stack or not self._steps else ():
-            if id(tensor) in self._owners:  # not what a step reads: a penalty on all weights is no product
+            if id(tensor) in self._owners:  # reads by a step do not count: they may be a penalty on all weights
                 self._outside.add(self._owners[id(tensor)])
         out = func(*args, **(kwargs or {}))
         outputs = tuple(self._new_value(t) for t in tensors_in(out))
@@ -397,7 +406,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def see_dropout(self, x: Tensor, p: float, run: Callable[[], Tensor]) -> Tensor:
-        """A dropout called as a function: one operation, whatever the device makes of it."""
+        """Record a functional dropout as one operation, however the device implements it."""
         if self._in_atom():
             return run()
         inputs = self._read((x,))
@@ -425,8 +434,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._values[id(tensor)] if id(tensor) in self._values else self._new_value(tensor)
 
     def _new_value(self, tensor: Tensor) -> int:
-        # not kept alive: on a GPU all that a batch computes would be there at once
-        self._alive[id(tensor)] = weakref.ref(tensor, _forgetting(id(tensor), self._values, self._alive))
+        # a weakref: keeping every intermediate of a batch alive could exhaust GPU memory
+        self._alive[id(tensor)] = weakref.ref(tensor, _make_forget(id(tensor), self._values, self._alive))
         self._values[id(tensor)] = len(self._flow.shapes)
         self._flow.shapes.append(tuple(tensor.shape))
         self._flow.floating.append(tensor.is_floating_point())

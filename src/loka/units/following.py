@@ -1,4 +1,4 @@
-"""What may follow a linear inside a chain: one norm, one activation and one dropout that the kernels know, in an order that they can compute."""
+"""What may follow a linear in a chain: one norm, activation and dropout, in an order that the kernels support."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 
 @dataclass
 class Following:
-    """What was found behind a linear so far."""
+    """What has been found after a linear so far. The `take` methods return why something cannot be added, or None."""
 
     site: str
     linear: nn.Linear
@@ -39,7 +39,7 @@ class Following:
     dropout_site: str | None = None
 
     def take(self, site: str, module: nn.Module, *, serving: bool, caller: str | None) -> str | None:
-        """A module; one that is used more than once stays what it is, and its `caller` knows which call is the chain's."""
+        """Add a module. For one that is used more than once, `caller` is the module whose forward calls it here."""
         if isinstance(module, nn.Identity):
             pass
         elif isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
@@ -59,15 +59,15 @@ class Following:
             if why := self._take_activation(activation, slope, site, serving=serving):
                 return why
         else:
-            return f"{site} ({type(module).__name__}) stands behind it"
+            return f"{site} ({type(module).__name__}) follows it"
         if caller is None:
             self.passed.append(site)
         return None
 
     def take_dropout(self, p: float, where: str, site: str, *, caller: str | None, serving: bool) -> str | None:
-        """A dropout: a module, or a function that the forward of `caller` calls."""
+        """Add a dropout: a module, or a function that the forward of `caller` calls."""
         if p >= 1 and not serving:
-            return f"{where} is a dropout with p {p:g}, which leaves nothing"
+            return f"{where} is a dropout with p {p:g}, which zeroes everything"
         if why := self._forget_dropout(f"{where} is a second dropout", serving=serving):
             return why
         self.dropout, self.dropout_site = p, site
@@ -76,14 +76,17 @@ class Following:
         return None
 
     def _forget_dropout(self, why: str, *, serving: bool) -> str | None:
-        """Something stands behind a dropout that cannot be drawn after it: `why`, where it has an effect. One without is not drawn, and training with it is refused (`Part.find_p`)."""
+        """Drop a dropout that something follows which does not commute with it; return `why` if it has an effect.
+
+        A dropped one has no effect now; training with it later raises (`Part.find_p`).
+        """
         if self.dropout and not serving:
             return why
         self.dropout = self.dropout_site = None
         return None
 
     def take_call(self, activation: str, slope: float, where: str, caller: str, *, serving: bool) -> str | None:
-        """An activation that is no module of its own: a function that the forward of `caller` calls, or a module it uses in many places."""
+        """Add an activation called by the forward of `caller`: a function, or a module with several uses."""
         if why := self._take_activation(activation, slope, where, serving=serving):
             return why
         self.called = True
@@ -91,12 +94,12 @@ class Following:
         return None
 
     def _take_activation(self, activation: str, slope: float, where: str, *, serving: bool) -> str | None:
-        moves = activation in ("relu", "leaky_relu")  # f(x kept / (1 - p)) = f(x) kept / (1 - p)
-        why = None if moves else self._forget_dropout(f"{where}: {activation} stands behind a dropout", serving=serving)
+        commutes = activation in ("relu", "leaky_relu")  # f(x kept / (1 - p)) = f(x) kept / (1 - p)
+        why = None if commutes else self._forget_dropout(f"{where}: {activation} follows a dropout", serving=serving)
         if why is not None:
             return why
         if self.norm in ("layer", "rms") and slope != LEAK:
-            return f"{where}: behind a norm the kernels know a leaky ReLU of slope {LEAK:g}, not {slope:g}"
+            return f"{where}: after a norm the kernels support a leaky ReLU of slope {LEAK:g}, not {slope:g}"
         self.activation, self.slope = activation, slope
         return None
 
@@ -105,7 +108,7 @@ class Following:
             self.callers.append(caller)
 
     def link(self) -> LinkPlan:
-        """The linear with what was found behind it."""
+        """Return the linear with what was found after it."""
         return LinkPlan(
             linear=self.site, k=self.linear.in_features, n=self.linear.out_features, norm=self.norm,  # type: ignore[arg-type]
             norm_site=self.norm_site, activation=self.activation, passed=list(self.passed), callers=list(self.callers), called=self.called,
@@ -114,14 +117,14 @@ class Following:
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The kernels' name of an activation module; None where it is none that they know."""
+    """Return the kernels' name of an activation module; None if they do not support it."""
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return ACTIVATIONS.get(type(module))
 
 
 def make_activation(name: str, slope: float = LEAK) -> nn.Module:
-    """A module of torch that `activation_of` gives this name."""
+    """Return a module for which `activation_of` returns this name."""
     if name in ("gelu", "gelu_tanh"):
         return nn.GELU("tanh" if name == "gelu_tanh" else "none")
     kind = next(kind for kind, known in ACTIVATIONS.items() if known == name)
@@ -129,12 +132,12 @@ def make_activation(name: str, slope: float = LEAK) -> nn.Module:
 
 
 def norm_eps(module: nn.Module) -> float:
-    """What a norm adds before it divides; RMSNorm's default is the smallest difference of float32."""
+    """Return the eps of a norm; RMSNorm's default, None, means the machine epsilon of float32."""
     return float(getattr(module, "eps", None) or torch.finfo(torch.float32).eps)
 
 
 def norm_kind(module: nn.Module, width: int) -> str | None:
-    """The kernels' name of a norm over the last dimension; None for other modules and norms they do not know."""
+    """Return the kernels' name of a norm over the last dimension; None for anything they do not support."""
     if isinstance(module, BlockNorm):
         fits = module.block == min(BLOCK, module.width) and module.eps == EPS
         return "block" if fits else None

@@ -1,12 +1,13 @@
-"""The largest magnitudes that the scales of a unit come from, measured while the model runs in high precision.
+"""Measure the largest magnitudes (amax) that a unit's scales are computed from, while the model runs in high precision.
 
     with measuring(model, units) as seen:
         for batch in batches:
-            loss(model(batch)).backward()         # or forward alone, for serving
+            loss(model(batch)).backward()         # or only the forward, for serving
     units = seen.units()
 
-What a chain scales by is, for a link without a norm, the largest |output of its linear|, which bounds what the activation hands on; behind a layer or rms norm, the largest value that is
-handed on; for the gradients, the largest |gradient of the linear's output|; and in serving, for the chain's input, the largest |input| of its first linear. Values that are not finite leave no trace.
+A link without a norm is scaled by the largest |output| of its linear, which bounds the output of the activation; a link
+with a layer or rms norm by the largest |value| it passes on; gradients by the largest |gradient| of the linear's
+output; and in serving, the chain's input by the largest |input| of its first linear. Non-finite values are ignored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,14 @@ from loka.units.undisturbed import ordinary_encoders
 
 
 class Seen:
-    """The magnitudes that were seen so far at the linears of some units."""
+    """The magnitudes seen so far at the linears of some units; see `measuring`.
+
+    Args:
+        units: The units to measure.
+
+    Example:
+        >>> units = seen.units(headroom=2.0)
+    """
 
     def __init__(self, units: Sequence[UnitPlan]) -> None:
         self._units = list(units)
@@ -32,17 +40,14 @@ class Seen:
         self._input: dict[str, Tensor] = {}
 
     def units(self, headroom: float = 1.0) -> list[UnitPlan]:
-        """The units with their magnitudes.
+        """Return the units with the magnitudes of their linears; a linear that was not called has none.
 
         Args:
-            headroom: a factor on every magnitude: 2 leaves room for values twice as large as those seen.
-
-        Returns:
-            The same units, each with the magnitudes of its linears; a linear that was not called has none.
+            headroom: A factor on every magnitude: 2 leaves room for values twice as large as those seen.
         """
-        return [msgspec.structs.replace(unit, magnitudes=self._of(unit, headroom)) for unit in self._units]
+        return [msgspec.structs.replace(unit, magnitudes=self._magnitudes(unit, headroom)) for unit in self._units]
 
-    def _of(self, unit: UnitPlan, headroom: float) -> dict[str, Magnitude]:
+    def _magnitudes(self, unit: UnitPlan, headroom: float) -> dict[str, Magnitude]:
         def read(table: dict[str, Tensor], name: str) -> float:
             return headroom * float(table[name]) if name in table else 0.0
 
@@ -56,18 +61,18 @@ class Seen:
 
     def note_output(self, name: str, value: Tensor) -> None:
         """Raise the magnitude of a linear's output."""
-        _raise(self._output, name, value)
+        _update_amax(self._output, name, value)
 
     def note_input(self, name: str, value: Tensor) -> None:
         """Raise the magnitude of a linear's input."""
-        _raise(self._input, name, value)
+        _update_amax(self._input, name, value)
 
     def note_gradient(self, name: str, value: Tensor) -> None:
-        """Raise the magnitude of its gradient."""
-        _raise(self._gradient, name, value)
+        """Raise the magnitude of the gradient of a linear's output."""
+        _update_amax(self._gradient, name, value)
 
 
-def _raise(table: dict[str, Tensor], name: str, value: Tensor) -> None:
+def _update_amax(table: dict[str, Tensor], name: str, value: Tensor) -> None:
     if value.numel() == 0:
         return
     largest = value.detach().abs().nan_to_num(nan=0.0, posinf=0.0).amax().float()
@@ -76,14 +81,14 @@ def _raise(table: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 @contextmanager
 def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
-    """Watch the linears of some units while the model runs.
+    """Measure magnitudes at the linears of some units while the model runs in this block.
 
     Args:
-        model: not converted; wrapped or not.
-        units: from `discover`.
+        model: A model that is not converted, wrapped or not.
+        units: From `discover`.
 
     Returns:
-        What was seen; ask it for the units when the block has run.
+        A context manager that yields a `Seen`; call its `units()` after the block.
 
     Example:
         >>> with measuring(model, found.units) as seen, torch.no_grad():
@@ -104,7 +109,10 @@ def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
 
 
 def _last_passed(link: LinkPlan) -> str | None:
-    """The module behind whose output the scale of a normed link is for; a batch norm is part of the linear, and what follows it is bounded by its output."""
+    """Return the module whose output sets the scale of a link with a norm.
+
+    A batch norm is folded into the linear, so its own output does: it bounds what follows.
+    """
     if link.norm == "batch":
         return link.norm_site
     return link.passed[-1] if link.norm in ("layer", "rms") and link.passed else None

@@ -1,7 +1,9 @@
-"""The paths that a model takes: flows of all that was given to find its units on, which the units must agree with.
+"""Record the paths that a model takes; its units must agree with all of them.
 
-One input shows one path. A tower that is chosen by a string, a gate that is skipped for an empty list, a step that calls the model for the query and again for the item, or calls its parts and
-never the model: each batch of a task may show another. So all of them are run; modules called in a new order are a path that is recorded, in eval mode and, for training, in training mode too, where a layer may be skipped by chance.
+One input shows one path. A tower may be chosen by a string, a gate skipped for an empty list; a step may call the model
+once for the query and once for the item, or call only its parts. So every batch is run, and each new order of module
+calls is recorded as a path: in eval mode and, for training, in training mode too, where layers may be skipped at
+random.
 """
 
 import gc
@@ -19,22 +21,19 @@ from loka.units.example import Steps
 from loka.units.flow import Flow, Unknown, record, record_steps
 from loka.units.undisturbed import keep_randomness, ordinary_encoders, set_mode, undisturbed
 
-MOST = 16  # paths that are recorded at most; a model that takes another one later says so when it runs
+MOST = 16  # the maximum number of recorded paths; a chain raises if the model takes a different one later
 
 
 def see_paths(model: nn.Module, example: Any, modes: Sequence[bool]) -> dict[bool, list[Flow]]:
-    """The flows of a model, for every mode: eval mode is False.
+    """Return the distinct flows of a model for every mode in `modes` (True is training mode, False eval mode).
 
     Args:
-        model: any module, unwrapped.
-        example: one input, as `record` takes it, or Steps.
-        modes: in which it runs.
-
-    Returns:
-        For each mode its flows, none of them twice.
+        model: Any module, unwrapped.
+        example: One input, as for `record`, or Steps.
+        modes: The modes to run in.
 
     Raises:
-        ValueError: the model cannot be run on an example; what a step raises is raised as it is.
+        ValueError: The model fails on the example. Exceptions from Steps are passed on.
     """
     if isinstance(example, Steps):
         found = {
@@ -43,12 +42,12 @@ def see_paths(model: nn.Module, example: Any, modes: Sequence[bool]) -> dict[boo
         }
     else:
         found = {t: [_check(model, record(model, example, training=t))] for t in modes}
-    # none, where TorchScript runs all of it
+    # no flows if TorchScript runs the whole model
     return {t: list({(*f.calls, f.results): f for f in flows or [Flow()]}.values()) for t, flows in found.items()}
 
 
 def find_shared(flows: Iterable[Flow]) -> set[str]:
-    """Modules that stand behind one thing on one path, and behind another on another."""
+    """Return the modules whose input comes from different calls, on one path or on several."""
     behind: dict[str, set[tuple[str, str]]] = {}
     for flow in flows:
         for call in flow.calls:
@@ -59,17 +58,14 @@ def find_shared(flows: Iterable[Flow]) -> set[str]:
 
 
 def find_holders(model: nn.Module) -> dict[str, str]:
-    """Parts of a model that a module outside of it holds as well: a tower that two models share, a stage of a pipeline. It calls them without what follows here.
+    """Return the parts of a model that a module outside of it holds too, with the type of that module.
 
-    Args:
-        model: any module.
-
-    Returns:
-        The kind of module that holds it, by the part's name. What holds the whole model is no holder of a part.
+    Examples are a tower that two models share, or a pipeline stage. The other module calls the part without what
+    follows it here. A module that holds the whole model does not count.
     """
     parts = {id(module): name for name, module in named_sites(model) if name}
     inside = {id(module) for module in model.modules()}
-    # the type's own word: isinstance asks the object, which may be a proxy that answers with an import
+    # not isinstance, which asks the object for its __class__: a lazy proxy would import something to answer
     others = [
         o for o in gc.get_objects() if issubclass(type(o), nn.Module) and id(o) not in inside and not _is_trace(o)
     ]
@@ -78,7 +74,7 @@ def find_holders(model: nn.Module) -> dict[str, str]:
 
 
 def _is_trace(module: nn.Module) -> bool:
-    """What a tracer made of a whole model, and the containers in it, which nobody calls."""
+    """Check whether a module comes from a tracer: a GraphModule, or one of its containers, which are never called."""
     return type(module) is nn.Module or issubclass(type(module), torch.fx.GraphModule)
 
 
@@ -89,7 +85,7 @@ def _check(model: nn.Module, found: Flow | Unknown) -> Flow:
 
 
 def _find_trails(model: nn.Module, runs: Sequence[Callable[[], Any]], training: bool) -> list[Callable[[], Any]]:
-    """Those that call modules in an order that none before them did, with the random numbers they did it with: a layer may be skipped by chance."""
+    """Return the runs that call modules in a new order, each with its random state: layers may be skipped at random."""
     trails: dict[tuple[int, ...], Callable[[], Any]] = {}
     trail: list[int] = []
 
@@ -103,7 +99,7 @@ def _find_trails(model: nn.Module, runs: Sequence[Callable[[], Any]], training: 
             for run in runs:
                 trail.clear()
                 draw_again = keep_randomness()
-                # in training a batch norm refuses a batch of one row
+                # in training mode a batch norm raises for a batch of one row
                 with suppress(ValueError) if training else nullcontext():
                     run()
                     trails.setdefault(tuple(trail), partial(_run_after, draw_again, run))

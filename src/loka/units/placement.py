@@ -1,4 +1,4 @@
-"""Place a unit in a model, by its names; the one place where chains are put together."""
+"""Build chains from units and place them in a model, by the names of its modules."""
 
 from typing import cast
 
@@ -15,14 +15,18 @@ from loka.units.following import activation_of, norm_eps, norm_kind
 
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
-    """Every way in which a unit does not fit a model; empty where it can be placed.
+    """Return every reason why a unit does not fit a model.
 
     Args:
-        model: wrapped or not.
-        unit: from a plan, or from `discover`.
+        model: Wrapped or not.
+        unit: From a plan, or from `discover`.
 
     Returns:
-        One line for each problem, with the name it is about.
+        One line per problem, with the module's name; empty if the unit can be placed.
+
+    Example:
+        >>> refuse_unit(model, unit)
+        ['over.0: the model has no such module']
     """
     modules = dict(named_sites(model))
     problems = [problem for link in unit.links for problem in _refuse_link(modules, link)]
@@ -30,7 +34,9 @@ def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
         problems += _refuse_around(modules, unit)
     last = unit.links[-1]
     if last.norm in ("layer", "rms"):
-        problems.append(f"{last.linear}: the last linear of a unit, whose {last.norm} norm runs outside of it")
+        problems.append(
+            f"{last.linear}: the last linear of a unit cannot have a {last.norm} norm, which runs outside of the chain"
+        )
     kinds = {id(modules[name]) for name in unit.linears if name in modules}
     if len(kinds) < len([name for name in unit.linears if name in modules]):
         problems.append(f"{unit.name}: two of its linears are one module")
@@ -63,7 +69,7 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
 
 
 def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Linear) -> list[str]:
-    """What stands behind the linear must be what the plan runs in its place."""
+    """Return every difference between the modules after the linear and what the plan replaces."""
     problems, found = [], {"norm": "none", "activation": "none"}
     for name in link.passed:
         module = modules[name]
@@ -85,15 +91,15 @@ def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Lin
             problems.append(f"{name}: is a {type(module).__name__}, which cannot run in a chain")
     if link.dropout_site is None:
         if link.dropout is not None:
-            problems.append(f"{link.linear}: the plan has a dropout behind it, and not where")
+            problems.append(f"{link.linear}: the plan has a dropout after it, but no dropout_site")
     elif not isinstance(modules[link.dropout_site], nn.Dropout) and link.dropout_site not in link.callers:
         kind = type(modules[link.dropout_site]).__name__
         problems.append(f"{link.dropout_site}: is a {kind}, the plan has a dropout there")
-    if link.called and found["activation"] == "none":  # what a forward calls shows when it runs, and is checked then
+    if link.called and found["activation"] == "none":  # a functional activation can only be checked when it runs
         found["activation"] = link.activation
     for what, name in found.items():
         if name != getattr(link, what) and not problems:
-            problems.append(f"{link.linear}: the model has {what} {name} behind it, the plan {getattr(link, what)}")
+            problems.append(f"{link.linear}: the model has {what} {name} after it, the plan {getattr(link, what)}")
     return problems
 
 
@@ -106,17 +112,17 @@ def _refuse_around(modules: dict[str, nn.Module], unit: UnitPlan) -> list[str]:
 
 
 def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
-    """The chain of a unit, not placed yet.
+    """Build the chain of a unit without placing it.
 
     Args:
-        model: wrapped or not; nothing in it changes.
-        unit: what to build.
+        model: Wrapped or not; it is not changed.
+        unit: What to build.
 
     Returns:
-        A chain over the model's own modules, its first scales taken from the unit's magnitudes where it has them.
+        A chain of the model's own modules. Its first scales come from the unit's magnitudes, if it has any.
 
     Raises:
-        ValueError: the unit does not fit the model; the message has every reason.
+        ValueError: The unit does not fit the model; the message has every reason.
 
     Example:
         >>> chain = build_chain(model, discover(model, batch).units[0])
@@ -161,14 +167,17 @@ def _part(modules: dict[str, nn.Module], link: LinkPlan) -> Part:
 
 
 def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
-    """The unit of a chain that is placed, by the model's names: what `build_chain` would build it from.
+    """Return the unit from which `build_chain` would build a placed chain.
 
     Args:
-        model: the chain is in it.
-        chain: placed.
+        model: The model that contains the chain.
+        chain: A placed chain.
 
     Returns:
-        The unit, its magnitudes those that its scales come from now.
+        The unit, with the magnitudes that the chain's scales currently come from.
+
+    Example:
+        >>> unit = describe_chain(model, place(model, found.units[0]))
     """
     names = {id(module): name for name, module in reversed(list(named_sites(model)))}
     links, magnitudes = [], {}
@@ -196,11 +205,14 @@ def place(model: nn.Module, unit: UnitPlan) -> Chain:
     """Build a unit's chain and place it.
 
     Args:
-        model: changed in place; wrapped or not.
-        unit: what to place.
+        model: Changed in place; wrapped or not.
+        unit: What to place.
 
     Returns:
         The placed chain.
+
+    Example:
+        >>> chain = loka.units.place(model, found.units[0])
     """
     chain = build_chain(model, unit).place()
     if unit.around is not None:

@@ -1,9 +1,13 @@
-"""Tables and collectives as units: found in a model, placed in it, taken back.
+"""Find embedding tables and collectives in a model, and place and release low-precision tables.
 
-    tables        nn.Embedding and nn.EmbeddingBag, swapped for low-precision rows (`loka.nn.tables`) and back, with what was trained; a table that has such rows already is left as it is
-    collectives   the dense matrices, whose weights and gradients ranks send each other; `loka.comms.placement` places them, since that room is above this one
+    tables        nn.Embedding and nn.EmbeddingBag, replaced by tables with low-precision rows (`loka.nn.tables`) and
+                  restored with their trained values; a table that already has such rows is left alone
+    collectives   the weights and gradients of dense matrices that ranks send each other; placed by
+                  `loka.comms.placement`
 
-While a table is swapped its float values are gone, that is what is saved; taking it back writes what the rows hold into the original parameter. A table with low-precision rows is trained by `loka.nn.table_optimizer.TableOptimizer`, so an optimiser is made after a plan with tables was placed.
+While a table is replaced, its float values are freed; releasing it writes the dequantized rows into the original
+parameter. Tables with low-precision rows are trained by `loka.nn.table_optimizer.TableOptimizer`, so create optimizers
+after placing a plan with tables.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,20 +20,11 @@ from loka.nn.tables import Table, quantize_tables, refusals
 from loka.nn.wrapping import named_sites
 from loka.records.unit import CollectivePlan, TablePlan
 
-_ORIGINALS = "_loka_tables"  # on a model: the modules that placed tables stand for, by name
+_ORIGINALS = "_loka_tables"  # attribute of a model: the modules that placed tables replace, by name
 
 
 def row_bytes(rows: str, count: int, width: int) -> int:
-    """What `count` rows take in a format, scales included.
-
-    Args:
-        rows: the format, e.g. `int8:row`.
-        count: how many.
-        width: of each.
-
-    Returns:
-        Bytes.
-    """
+    """Return the bytes of `count` rows of a width in a row format (e.g. `int8:row`), scales included."""
     import torch
 
     parse_rows(rows)
@@ -37,13 +32,16 @@ def row_bytes(rows: str, count: int, width: int) -> int:
 
 
 def find_tables(model: nn.Module) -> list[TablePlan]:
-    """The embedding tables of a model, as they are.
+    """Return the embedding tables of a model in their current format.
 
     Args:
-        model: any nn.Module.
+        model: Any nn.Module.
 
     Returns:
-        One for each, in the order of the modules.
+        One record per table, in the order of the modules.
+
+    Example:
+        >>> [table.bytes for table in find_tables(model)]
     """
     found = []
     for name, module in named_sites(model):
@@ -57,19 +55,22 @@ def find_tables(model: nn.Module) -> list[TablePlan]:
 
 
 def dense_matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that travel encoded: matrices that are no tables."""
+    """Yield the parameters that are encoded in collectives: matrices other than embedding tables."""
     tables = {id(p) for _, m in named_sites(model) if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}  # fmt: skip
     return ((name, p) for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in tables)
 
 
 def find_collectives(model: nn.Module) -> list[CollectivePlan]:
-    """What the ranks of this model would send each other, as it is.
+    """Return what the ranks of this model would send each other without encoding.
 
     Args:
-        model: any nn.Module, spread or not.
+        model: Any nn.Module, distributed or not.
 
     Returns:
-        Weights and gradients; nothing where there is no dense matrix.
+        Records of weights and gradients; empty if the model has no dense matrix.
+
+    Example:
+        >>> weights, gradients = find_collectives(model)
     """
     elements = sum(p.numel() for _, p in dense_matrices(model))
     plain: dict[str, Any] = {"codec": "fp32", "elements": elements, "bytes": 4 * elements, "float32_bytes": 4 * elements}  # fmt: skip
@@ -77,14 +78,18 @@ def find_collectives(model: nn.Module) -> list[CollectivePlan]:
 
 
 def refuse_tables(model: nn.Module, tables: Iterable[TablePlan]) -> list[str]:
-    """Every reason why a plan's tables do not fit a model; none where they do.
+    """Return every reason why a plan's tables do not fit a model.
 
     Args:
-        model: not yet converted.
-        tables: of the plan.
+        model: A model that is not converted yet.
+        tables: The plan's tables.
 
     Returns:
-        Reasons, with the names.
+        One line per problem, with the table's name; empty if all fit.
+
+    Example:
+        >>> refuse_tables(model, plan.tables)
+        []
     """
     modules, problems = dict(named_sites(model)), []
     for table in tables:
@@ -105,14 +110,18 @@ def refuse_tables(model: nn.Module, tables: Iterable[TablePlan]) -> list[str]:
 
 
 def place_tables(model: nn.Module, tables: Sequence[TablePlan]) -> list[str]:
-    """Swap tables for the rows a plan says, in place; `refuse_tables` found nothing.
+    """Replace tables by tables with the plan's row formats, in place. Call `refuse_tables` first.
 
     Args:
-        model: changed in place.
-        tables: of the plan.
+        model: Changed in place.
+        tables: The plan's tables.
 
     Returns:
-        The names of those that were swapped.
+        The names of the replaced tables.
+
+    Example:
+        >>> place_tables(model, plan.tables)
+        ['user', 'item']
     """
     modules = dict(named_sites(model))
     originals: dict[str, nn.Module] = model.__dict__.setdefault(_ORIGINALS, {})
@@ -126,25 +135,33 @@ def place_tables(model: nn.Module, tables: Sequence[TablePlan]) -> list[str]:
 
 
 def placed_tables(model: nn.Module) -> list[str]:
-    """The names of tables that a plan swapped and nobody has taken back.
+    """Return the names of the tables that are currently replaced.
 
     Args:
-        model: the plain one.
+        model: Unwrapped.
 
     Returns:
-        Names.
+        Names, in the order they were replaced.
+
+    Example:
+        >>> placed_tables(model)
+        ['user', 'item']
     """
     return list(model.__dict__.get(_ORIGINALS, {}))
 
 
 def release_tables(model: nn.Module) -> int:
-    """The original modules and parameters again, with what was trained.
+    """Restore the original tables and parameters, with their trained values.
 
     Args:
-        model: changed in place.
+        model: Changed in place.
 
     Returns:
-        How many were swapped back.
+        The number of restored tables.
+
+    Example:
+        >>> release_tables(model)
+        2
     """
     originals: dict[str, nn.Module] = model.__dict__.pop(_ORIGINALS, {})
     for name, original in originals.items():

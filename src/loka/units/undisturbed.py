@@ -1,10 +1,13 @@
-"""Undisturbed: run a model to look at it, and leave no trace.
+"""Run a model to observe it, and leave no trace.
 
-What running a model may change is put back afterwards: the random state of Python, numpy and torch on every device in use, the mode of every module, its
-buffers (a batch norm's statistics, the vectors of spectral_norm) and its plain attributes: what a forward keeps for an auxiliary loss, a tensor it counts in that is no buffer, a list, dict, set or
-deque that it adds to. Whoever calls backward puts gradients aside too, and with them hooks that run when one is accumulated: an optimizer that steps inside of backward would train.
+What a forward may change is restored afterwards: the random state of Python, numpy and torch on every device in use,
+the mode of every module, its buffers (batch norm statistics, the vectors of spectral_norm) and its plain attributes:
+values kept for an auxiliary loss, a counter tensor that is no buffer, a list, dict, set or deque. For a backward, also
+use `gradients_aside`: it restores gradients and disables post-accumulate hooks, by which an optimizer may step inside
+backward.
 
-Out of reach: containers within containers and those of more than 10,000 entries (a vocabulary), other objects that a forward changes in place, and whatever it does outside of the model.
+Not restored: nested containers and those with more than 10,000 entries (a vocabulary), other objects that a forward
+changes in place, and anything outside of the model.
 """
 
 import random
@@ -18,30 +21,25 @@ import torch
 from torch import Tensor, nn
 
 _KEPT = ("_parameters", "_buffers", "_modules")
-_OWN = frozenset(vars(nn.Module()))  # what every module has
-_LARGE = 10_000  # entries: a container that is a table of its own, and takes long to copy
+_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
+_LARGE = 10_000  # entries; larger containers take too long to copy
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Everything in the block may run the model; afterwards it is as it was. What torch.compile wraps runs as it was written.
-
-    Args:
-        model: any module.
-    """
+    """Restore the model and the random state after the block. Parts that torch.compile wraps run eagerly in it."""
     with put_back(model), run_eagerly(model):
         yield
 
 
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model is as it was, and so are random numbers; for a block that compiles, which `undisturbed` would not let it.
+    """Restore the model and the random state after the block.
 
-    Args:
-        model: any module.
+    Unlike `undisturbed`, it lets compiled parts run compiled.
     """
     modules = list(model.modules())
-    modes = [m.training for m in modules]  # TorchScript keeps it elsewhere than in an attribute
+    modes = [m.training for m in modules]  # TorchScript does not store it in the module's __dict__
     attributes = [{k: v for k, v in vars(m).items() if k not in _KEPT} for m in modules]
     contents = [put for kept in attributes for k, v in kept.items() if k not in _OWN and (put := _hold(v)) is not None]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
@@ -73,10 +71,10 @@ def _put_back(
 
 
 def _hold(value: Any) -> Callable[[], None] | None:
-    """What gives an attribute's value the contents that it has now, in place; None for a value that has none, or too many."""
+    """Return a function that restores the current contents of a tensor or container in place; None if not supported."""
     if isinstance(value, Tensor):
         if value.requires_grad or value.is_meta or value.is_nested or value.layout != torch.strided:
-            return None  # a parameter that is registered elsewhere, or part of a graph
+            return None  # e.g. a parameter that is registered elsewhere, or part of a graph
         saved = value.detach().clone()
         return lambda: _write(value, saved)
     if not isinstance(value, (list, dict, set, deque)) or len(value) > _LARGE:
@@ -93,7 +91,7 @@ def _hold(value: Any) -> Callable[[], None] | None:
 
 
 def _entries(value: Any) -> Iterator[Any]:
-    """All that a container holds, keys and values, in order."""
+    """Yield everything in a container in order, both keys and values of a dict."""
     yield from value
     if isinstance(value, dict):
         yield from value.values()
@@ -106,17 +104,13 @@ def _write(tensor: Tensor, value: Tensor) -> None:
 
 
 def _same(buffer: Tensor, value: Tensor) -> bool:
-    """Whether nothing was written: a buffer that others view, or that was made in inference mode, is left alone then."""
+    """Check whether a buffer is unchanged: a view or an inference tensor is not written to without need."""
     return buffer.is_meta or (buffer.shape == value.shape and torch.equal(buffer, value))
 
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Backward may run in the block: no parameter has a gradient or a hook on its accumulation when it begins; afterwards each has what it had.
-
-    Args:
-        model: any module.
-    """
+    """Clear gradients and post-accumulate hooks for a block that runs backward, and restore them afterwards."""
     grads = [(p, p.grad) for p in model.parameters()]
     hooks = [(found, dict(found)) for p, _ in grads if (found := p._post_accumulate_grad_hooks)]
     try:
@@ -126,18 +120,14 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
             p.grad = None
         yield
     finally:
-        for p, grad in grads:  # a table whose rows were stored elsewhere meanwhile has none for them
+        for p, grad in grads:  # the parameter of a table that was replaced in the block is empty: no gradient fits it
             p.grad = grad if grad is None or grad.shape == p.shape else None
         for found, kept in hooks:
             found.update(kept)
 
 
 def keep_randomness() -> Callable[[], None]:
-    """The random state of Python, numpy and torch on every device.
-
-    Returns:
-        What sets all of it to what it is now.
-    """
+    """Return a function that restores the current random state of Python, numpy and torch on every device."""
     numpy: Any = sys.modules.get("numpy")
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     host, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -155,7 +145,7 @@ def keep_randomness() -> Callable[[], None]:
 
 @contextmanager
 def same_randomness() -> Iterator[None]:
-    """What follows the block draws the random numbers it would have drawn without it, on every device."""
+    """Restore the random state of Python, numpy and torch after the block."""
     put_back = keep_randomness()
     try:
         yield
@@ -165,7 +155,10 @@ def same_randomness() -> Iterator[None]:
 
 @contextmanager
 def ordinary_encoders() -> Iterator[None]:
-    """Every module of an encoder is called: torch's fused encoder calls none of its modules, and packs padded batches into nested tensors for it; a converted one takes the ordinary path (`loka.lowp.fast_path`)."""
+    """Disable torch's fused transformer encoder, which calls none of its modules and packs padding into nested tensors.
+
+    Converted encoders do not use it either (`loka.lowp.fast_path`).
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -175,39 +168,28 @@ def ordinary_encoders() -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile wraps a part of the model, or `Module.compile` was called of one.
-
-    Args:
-        model: any module.
-    """
+    """Check whether torch.compile wraps a part of the model, or `Module.compile` was called on one."""
     return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
 
 
 def run_eagerly(model: nn.Module) -> AbstractContextManager[Any]:
-    """Parts that torch.compile wraps run as they were written, so that what they call can be seen; nothing is compiled for it.
-
-    Args:
-        model: any module.
-    """
+    """Return a context in which compiled parts run eagerly, so that the modules they call can be observed."""
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Training or eval mode, everywhere.
+    """Set training or eval mode on the whole model.
 
-    Args:
-        model: any module.
-        training: the mode. A module that the user put in eval mode for good inside a model that trains (a frozen batch norm) cannot be told from one that was
-            forgotten there, so both modes are tried on the whole model.
+    A module that the user put in eval mode on purpose inside a training model (a frozen batch norm) cannot be told from
+    one that was forgotten there.
     """
     model.train(training)
 
 
 def train_recurrent(model: nn.Module) -> None:
-    """Training mode for torch's recurrent layers, for whoever calls backward: cuDNN's have none in eval mode. All else of them that the mode decides is dropout between their layers.
+    """Put torch's recurrent layers in training mode: cuDNN has no backward for them in eval mode.
 
-    Args:
-        model: any module.
+    The mode changes nothing else but the dropout between their layers.
     """
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
