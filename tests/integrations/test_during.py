@@ -85,7 +85,7 @@ def test_guard_watches_from_then_on(tmp_path: Path) -> None:
     assert any("second" in str(event) for event in tuning.events)
 
 
-@pytest.mark.parametrize(("options", "said"), [({"after": 0}, "at least 1 optimizer step"), ({"target": "serve"}, "tuned for training here")])  # fmt: skip
+@pytest.mark.parametrize(("options", "said"), [({"after": 0}, "at least 1 optimizer step"), ({"target": "serve"}, "continue training on this device")])  # fmt: skip
 def test_nonsense_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         make(tmp_path, **options)

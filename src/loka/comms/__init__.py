@@ -1,4 +1,4 @@
-"""comms: bytes between machines. Codecs, encoded collectives for FSDP2, DDP and TorchRec, and one agreement across ranks."""
+"""comms: encoded communication between ranks. Codecs, collectives for FSDP2, DDP and TorchRec, and one common plan."""
 
 from loka.comms.agreement import Agreement, RankError
 from loka.comms.collectives import Part, Wire, all_gather, all_reduce, reduce_scatter

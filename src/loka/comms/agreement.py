@@ -1,16 +1,19 @@
-"""One agreement across ranks: statistics merged in a tree, one plan judged once, and a rank that is missing or disagrees is named.
+"""Agreement across ranks: merge statistics in a tree, decide once, and name ranks that are missing or disagree.
 
     agreement = Agreement(timeout=60)
-    agreement.merge(probe.dump, probe.absorb)              # rank 0 ends with everybody's statistics
-    plan = agreement.decide(lambda: records.to_json(report.plan()))     # judged on rank 0, the same bytes everywhere
-    agreement.compare("weights", digest_of(model))         # raises on every rank, naming who differs
+    agreement.merge(probe.dump, probe.absorb)              # rank 0 ends up with the statistics of all ranks
+    plan = agreement.decide(lambda: records.to_json(report.plan()))     # decided on rank 0, the same bytes everywhere
+    agreement.compare("weights", digest_of(model))         # raises on every rank, naming those that differ
 
-Bytes travel over the process group; who has arrived, who failed and what everybody's digest is stands in the group's store, where it can be read with a time limit. So a rank that dies,
-is late or raises costs the others at most `timeout` seconds, and all of them get a RankError that names it.
+Data is sent over the process group. Which ranks have arrived or failed, and their digests, are kept in the group's
+store, which can be read with a time limit. So a rank that dies, is late or raises costs the others at most `timeout`
+seconds, and all of them get a RankError that names it.
 
-The tree: in round k rank r receives from r + 2^k, where r is a multiple of 2^(k + 1), and is done after it has sent. A rank holds its own state and at most one that arrived.
+In round k of the tree, rank r receives from r + 2^k if r is a multiple of 2^(k + 1), and is done once it has sent. A
+rank holds its own state and at most one that arrived.
 
-Everything here takes and returns bytes: what they mean (a Plan, Probe's statistics, a tuned configuration) is the caller's business.
+Everything here takes and returns bytes. Their meaning (a Plan, Probe's statistics, a tuned configuration) is up to the
+caller.
 """
 
 import hashlib
@@ -24,18 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_POLL = 0.02  # seconds between looks at the store
-_begun: Counter[str] = (
-    Counter()
-)  # agreements of this process, by name and ranks: none may read what an earlier one left in the store
+_POLL = 0.02  # seconds between reads of the store
+# agreements of this process so far, by name and ranks: a new one must not read what an earlier one left in the store
+_begun: Counter[str] = Counter()
 
 
 class RankError(RuntimeError):
-    """Some ranks are missing, failed or disagree; `ranks` are theirs.
+    """Some ranks are missing, failed or disagree.
 
     Args:
         message: what happened.
-        ranks: whose fault it is, as far as can be told.
+        ranks: the ranks at fault, as far as known.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -44,13 +46,15 @@ class RankError(RuntimeError):
 
 
 class Agreement:
-    """What a group of ranks does together, or not at all. Every rank must make the same agreements and calls in the same order.
+    """Operations that a group of ranks completes together or not at all.
+
+    Every rank must make the same agreements and calls in the same order.
 
     Args:
-        group: of ranks; the default group where None. Its backend must send CPU tensors (gloo), or `device` must say what it sends.
-        timeout: seconds that a missing rank may cost.
-        device: of the tensors that are sent.
-        name: tells two agreements of one group apart.
+        group: process group; None means the default one. Its backend must send tensors of `device`.
+        timeout: seconds to wait for a missing rank.
+        device: device of the tensors that are sent; gloo sends CPU tensors.
+        name: distinguishes two agreements of one group.
 
     Example:
         >>> plan = Agreement(timeout=30).decide(lambda: records.to_json(plan))
@@ -79,17 +83,17 @@ class Agreement:
         self._round = 0
 
     def compare(self, what: str, data: bytes) -> str:
-        """Make sure that all ranks hold the same bytes.
+        """Check that all ranks have the same bytes.
 
         Args:
-            what: for the message.
-            data: this rank's.
+            what: what is compared, for the message.
+            data: this rank's bytes.
 
         Returns:
             Their digest.
 
         Raises:
-            RankError: on every rank, naming those that differ from the majority, or that did not come.
+            RankError: on every rank, naming the ranks that differ from the majority or are missing.
         """
         digest = hashlib.sha256(data).hexdigest()
         found = self._meet(f"compare {what}", digest)
@@ -97,7 +101,7 @@ class Agreement:
         if votes == self.world:
             return digest
         tied = list(Counter(found).values()).count(votes) > 1
-        common = found[0] if tied else common  # a tie: rank 0 judged
+        common = found[0] if tied else common  # in a tie, rank 0 counts
         odd = tuple(rank for rank, seen in enumerate(found) if seen != common)
         seen = ", ".join(f"rank {rank} has {found[rank][:12]}" for rank in odd)
         raise RankError(
@@ -105,22 +109,22 @@ class Agreement:
         )
 
     def meet(self, what: str) -> None:
-        """Wait until every rank has come.
+        """Wait until every rank has arrived.
 
         Args:
-            what: for the message.
+            what: what is waited for, for the message.
 
         Raises:
-            RankError: naming those who did not come within the time limit.
+            RankError: naming the ranks that did not arrive in time.
         """
         self._meet(what, "here")
 
     def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
-        """The bytes of one rank on all of them, checked after they have arrived.
+        """Send the bytes of one rank to all of them, and check that they arrived intact.
 
         Args:
-            data: on the source; ignored elsewhere.
-            source: whose.
+            data: the bytes, on the source; ignored elsewhere.
+            source: the rank that sends.
 
         Returns:
             The bytes.
@@ -148,17 +152,17 @@ class Agreement:
         return received
 
     def decide(self, judge: Callable[[], bytes], *, source: int = 0) -> bytes:
-        """Judge once, on one rank, and take the result everywhere.
+        """Run a function on one rank and return its result on all of them.
 
         Args:
             judge: called on the source only; what it raises is raised on all ranks.
-            source: who judges.
+            source: the rank that decides.
 
         Returns:
             The bytes it returned.
 
         Raises:
-            RankError: the judge failed, or a rank did not come or received something else.
+            RankError: the function failed, or a rank is missing or received something else.
         """
         data, error = None, None
         if self.rank == source:
@@ -174,14 +178,14 @@ class Agreement:
         return self.broadcast(data, source=source)
 
     def merge(self, dump: Callable[[], bytes], absorb: Callable[[bytes], None]) -> bool:
-        """Bring every rank's state to rank 0, two at a time.
+        """Merge the state of every rank into that of rank 0, two at a time.
 
         Args:
-            dump: this rank's state, with all that it has absorbed.
-            absorb: merge another rank's state into this one's.
+            dump: returns this rank's state, with everything it has absorbed.
+            absorb: merges another rank's state into this one's.
 
         Returns:
-            Whether this rank holds the whole: True on rank 0.
+            True on rank 0, which then holds everything.
 
         Raises:
             RankError: a rank is missing, or could not dump or absorb.
@@ -233,7 +237,7 @@ class Agreement:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def _do(self, what: str, blamed: tuple[int, ...], start: Callable[[], Any]) -> None:
-        """A transfer, with a time limit."""
+        """Run a transfer with a time limit."""
         try:
             work = start()
             if work is not None:
@@ -245,7 +249,7 @@ class Agreement:
             ) from error
 
     def _meet(self, what: str, word: str) -> list[str]:
-        """Post a word, wait for everybody's, and give them all; raise where one is missing or begins with "failed"."""
+        """Post a word and return those of all ranks. Raise if one is missing or starts with "failed"."""
         self._round += 1
         key = f"{self._round}/{what}"
         words: dict[int, str] = {}
@@ -276,7 +280,7 @@ class Agreement:
 
     @staticmethod
     def _blame(failed: dict[int, str]) -> tuple[int, ...]:
-        """Whom those who failed blame, without those who only were left waiting; themselves where they blame nobody."""
+        """Return the ranks that failed ones blame, or the failed ones themselves if they blame no other."""
         blamed: set[int] = set()
         for rank, text in failed.items():
             first = text.removeprefix("failed: ").partition(": ")[0]

@@ -1,13 +1,17 @@
-"""All-gather, reduce-scatter and all-reduce of encoded tensors: bytes on the wire, sums in float32.
+"""All-gather, reduce-scatter and all-reduce of encoded tensors: encoded bytes are sent, sums are in float32.
 
-    all-gather       encode the own shard, gather bytes, decode all shards; every rank, the owner included, ends with the same decoded values
-    reduce-scatter   encode a piece for each rank, all-to-all, decode what arrived and add it up in float32 in the order of ranks
-    all-reduce       the two after one another: every rank decodes the same bytes, so replicas stay equal to the bit
+    all-gather       Encode the own shard, gather bytes, decode all shards. Every rank, the owner included, ends up with
+                     the same decoded values.
+    reduce-scatter   Encode one piece per rank, all-to-all, decode what arrived and add it in float32, in rank order.
+    all-reduce       A reduce-scatter, then an all-gather. Every rank decodes the same bytes, so replicas stay bitwise
+                     equal.
 
-A reduce-scatter inside the transport would have to add codes, which have no sum; hence the all-to-all. It moves as many bytes, and rounds each contribution once.
+A reduce-scatter of the transport would have to add codes, which is impossible, hence the all-to-all. It moves as many
+bytes, and rounds each contribution once.
 
-A flat buffer is described by `Part`s: matrices are encoded, the others (biases, norms: short, and sensitive) travel whole, as the bytes of their own type. Everything is sent
-as uint8, since gloo knows no float8 and some transports no bf16. Sent bytes are counted in `Wire`.
+A flat buffer is described by `Part`s. Matrices are encoded. Other parameters (biases, norms: short and sensitive) are
+sent unencoded. Everything is sent as uint8, since gloo does not support float8, and some transports not even bf16.
+`Wire` counts the bytes that are sent.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +27,15 @@ from loka.kernels.wire.codec import Codec
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a flat buffer: how long, and whether it travels whole."""
+    """A section of a flat buffer.
+
+    Args:
+        elements: its length.
+        whole: send it unencoded.
+
+    Example:
+        >>> Part(4096), Part(64, whole=True)
+    """
 
     elements: int
     whole: bool = False
@@ -31,7 +43,14 @@ class Part:
 
 @dataclass
 class Wire:
-    """What was sent: payload bytes beside what float32 would have been.
+    """Counts the bytes that collectives send.
+
+    Args:
+        elements: elements sent.
+        bytes: payload bytes sent.
+        calls: collectives counted.
+        by_op: (elements, bytes) by collective.
+        codec: current codec of a DDP hook, which reads it here since it cannot be removed; None: unencoded.
 
     Example:
         >>> wire.ratio
@@ -42,7 +61,7 @@ class Wire:
     bytes: int = 0
     calls: int = 0
     by_op: dict[str, tuple[int, int]] = field(default_factory=dict)
-    codec: Codec | None = None  # of a hook that cannot be taken out and asks here; None: as they are
+    codec: Codec | None = None
 
     def add(self, op: str, elements: int, sent: int) -> None:
         """Count one collective."""
@@ -52,22 +71,22 @@ class Wire:
 
     @property
     def ratio(self) -> float:
-        """Bytes over those of float32; NaN before anything was sent."""
+        """Bytes sent relative to float32; NaN before anything was sent."""
         return self.bytes / (4 * self.elements) if self.elements else float("nan")
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes sent for one element."""
+        """Bytes sent per element."""
         return self.bytes / self.elements if self.elements else float("nan")
 
 
 def part_size(parts: Iterable[Part], codec: Codec, dtype: torch.dtype) -> int:
-    """Bytes of a buffer."""
+    """Return the bytes of an encoded buffer."""
     return sum(part.elements * dtype.itemsize if part.whole else codec.size(part.elements) for part in parts)
 
 
 def pack(x: Tensor, parts: Sequence[Part], codec: Codec, *, draw: Draw | None = None, first_block: int = 0) -> Tensor:
-    """The bytes of a flat buffer, part by part."""
+    """Encode a flat buffer, part by part."""
     check_parts(x.numel(), parts)
     pieces: list[Tensor] = []
     for part, piece in zip(parts, torch.split(x, [part.elements for part in parts]), strict=True):
@@ -80,7 +99,7 @@ def pack(x: Tensor, parts: Sequence[Part], codec: Codec, *, draw: Draw | None = 
 
 
 def unpack(data: Tensor, parts: Sequence[Part], codec: Codec, dtype: torch.dtype, *, out: torch.dtype) -> Tensor:
-    """The values of a buffer of `dtype` that was packed, in `out`."""
+    """Decode a buffer of `dtype` that was packed, into values of type `out`."""
     sizes = [part_size((part,), codec, dtype) for part in parts]
     values = [
         piece.clone().view(dtype).to(out) if part.whole else codec.decode(piece, part.elements, out)
@@ -90,7 +109,7 @@ def unpack(data: Tensor, parts: Sequence[Part], codec: Codec, dtype: torch.dtype
 
 
 def check_parts(elements: int, parts: Sequence[Part]) -> None:
-    """Parts that describe another buffer would decode one parameter with another's scales."""
+    """Raise if parts do not match a buffer: they would decode one parameter with the scales of another."""
     described = sum(part.elements for part in parts)
     if described != elements:
         raise ValueError(
@@ -100,7 +119,7 @@ def check_parts(elements: int, parts: Sequence[Part]) -> None:
 
 
 def gather_tensors(output: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Every rank's x in `output`, under the name this torch has for it (2.13 renamed it)."""
+    """Gather every rank's x in `output`. torch 2.13 renamed the function for it."""
     gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, x, group=group)
 
@@ -119,12 +138,15 @@ def all_gather(
 
     Args:
         output: flat, world x shard; may overlap the shard.
-        shard: flat, this rank's.
-        codec: how matrices travel.
-        parts: of a shard; one encoded part where None. The same on all ranks.
-        group: of ranks; the default group where None.
-        draw: for stochastic codecs.
-        wire: where to count.
+        shard: flat, this rank's shard.
+        codec: codec of matrices.
+        parts: layout of a shard, the same on all ranks; None means one encoded part.
+        group: process group; None means the default one.
+        draw: random numbers for stochastic codecs.
+        wire: counts what is sent.
+
+    Example:
+        >>> all_gather(output, shard, parse_codec("e4m3:1x128:pow2"))
     """
     parts = (Part(shard.numel()),) if parts is None else parts
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -154,12 +176,15 @@ def reduce_scatter(
     Args:
         output: flat, one piece.
         full: flat, world pieces of equal length.
-        codec: how matrices travel.
-        parts: of a piece; one encoded part where None. The same on all ranks.
-        group: of ranks; the default group where None.
+        codec: codec of matrices.
+        parts: layout of a piece, the same on all ranks; None means one encoded part.
+        group: process group; None means the default one.
         average: divide the sum by the number of ranks, in float32.
-        draw: for stochastic codecs; each rank draws its own numbers, so that errors do not add up.
-        wire: where to count.
+        draw: random numbers for stochastic codecs; every rank draws its own, so that errors do not add up.
+        wire: counts what is sent.
+
+    Example:
+        >>> reduce_scatter(piece, gradients, parse_codec("e4m3:1x128:pow2"), average=True)
     """
     parts = (Part(output.numel()),) if parts is None else parts
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -188,18 +213,21 @@ def all_reduce(
     draw: Draw | None = None,
     wire: Wire | None = None,
 ) -> Tensor:
-    """The sum over ranks of a flat tensor, equal to the bit on every rank.
+    """Sum a flat tensor over ranks. The result is bitwise equal on every rank.
 
     Args:
-        x: flat, floating.
-        codec: how it travels, both ways.
-        group: of ranks; the default group where None.
+        x: flat floating tensor.
+        codec: codec for both directions.
+        group: process group; None means the default one.
         average: divide by the number of ranks.
-        draw: for stochastic codecs.
-        wire: where to count.
+        draw: random numbers for stochastic codecs.
+        wire: counts what is sent.
 
     Returns:
         A tensor like x.
+
+    Example:
+        >>> mean = all_reduce(gradients, parse_codec("e4m3:1x128:pow2"), average=True)
     """
     world = dist.get_world_size(group)
     share = -(-x.numel() // (world * codec.block)) * codec.block

@@ -6,10 +6,12 @@
     model = DistributedDataParallel(model)
     wire = quantize_ddp(model, "e4m3:1x128:pow2")
 
-Parameters of fewer than two dimensions (biases, norms) travel whole; `whole` decides otherwise. Shards, optimizer state and checkpoints stay in the
-parameters' own type: what is rounded is the copy a layer computes with, and each rank's contribution to a gradient. Every rank computes with the same decoded weights.
+Parameters of fewer than two dimensions (biases, norms) are sent unencoded, unless `whole` decides otherwise. Shards,
+optimizer state and checkpoints keep the parameters' own type. Rounded are only the copy that a layer computes with, the
+same on every rank, and each rank's contribution to a gradient.
 
-Requests that torch cannot pass on to us are refused: asynchronous unsharding, reductions other than sum and mean, a group in which some parameter had no gradient.
+What torch cannot pass on to these hooks is refused: asynchronous unsharding, reductions other than sum and mean, and a
+group in which a parameter has no gradient.
 """
 
 import zlib
@@ -29,13 +31,16 @@ Whole = Callable[[str, torch.Size], bool]
 
 
 def is_vector(name: str, size: torch.Size) -> bool:
-    """Biases, norms, scalars."""
+    """Check whether a parameter is a bias, norm or scalar, by its number of dimensions."""
     return len(size) < 2
 
 
 @dataclass
 class StepClock:
-    """The step that stochastic codecs draw for. Set it once a step; calls within a step are numbered by themselves.
+    """The step that stochastic codecs draw random numbers for. Set it once per step; calls within a step are counted.
+
+    Args:
+        seed: seed of the random numbers.
 
     Example:
         >>> clock = StepClock(seed=7)
@@ -58,7 +63,7 @@ class StepClock:
         self._calls.clear()
 
     def draw(self, codec: Codec, stream: int) -> Draw | None:
-        """The numbers of the next call on a stream; None for a codec that rounds to nearest."""
+        """Return the random numbers of the next call on a stream; None for a codec that rounds to nearest."""
         if not codec.is_stochastic:
             return None
         call = self._calls.get(stream, 0)
@@ -67,13 +72,13 @@ class StepClock:
 
 
 class _Collective:
-    """What both FSDP2 hooks share: the codec, the layout of a shard, the count."""
+    """Base of both FSDP2 hooks: the codec, the layout of a shard, and the count of bytes."""
 
     def __init__(self, codec: Codec, parts: Sequence[Part], clock: StepClock, stream: int, wire: Wire) -> None:
         self.codec, self.parts, self.clock, self.stream, self.wire = codec, tuple(parts), clock, stream, wire
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks where buffers shall lie: anywhere."""
+        """Allocate a buffer for FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -98,7 +103,7 @@ class QuantizedReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Fill the output with this rank's part of the sum or mean."""
+        """Fill the output with this rank's piece of the sum or mean."""
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"an encoded reduce-scatter sums or averages, synchronously; got {op}, async_op={async_op}"
@@ -120,10 +125,10 @@ def quantize_fsdp(
     """Encode what FSDP2 sends for every `fully_shard`ed module of a model.
 
     Args:
-        model: with at least one module that went through `fully_shard`.
-        all_gather: codec of weights; None leaves torch's own all-gather.
-        reduce_scatter: codec of gradients; None leaves torch's own reduce-scatter.
-        whole: (name, size) -> whether a parameter travels unencoded.
+        model: a model with at least one module that went through `fully_shard`.
+        all_gather: codec of weights; None keeps torch's own all-gather.
+        reduce_scatter: codec of gradients; None keeps torch's own reduce-scatter.
+        whole: (name, size) -> whether a parameter is sent unencoded.
         clock: the step, for stochastic codecs.
 
     Returns:
@@ -152,7 +157,7 @@ def quantize_fsdp(
 
 
 def release_fsdp(model: nn.Module) -> None:
-    """torch's own collectives again, where `quantize_fsdp` put others."""
+    """Restore torch's own collectives after `quantize_fsdp`."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     for _, module in _sharded_groups(model, is_vector):
@@ -161,7 +166,7 @@ def release_fsdp(model: nn.Module) -> None:
 
 
 def _sharded_groups(model: nn.Module, whole: Whole) -> list[tuple[list[Part], Any]]:
-    """Each FSDP2 module that owns parameters, with the layout of its shard."""
+    """Return each FSDP2 module that owns parameters, with the layout of its shard."""
     from torch.distributed.fsdp import FSDPModule
 
     result: list[tuple[list[Part], Any]] = []
@@ -169,12 +174,12 @@ def _sharded_groups(model: nn.Module, whole: Whole) -> list[tuple[list[Part], An
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # a list since torch 2.13, one before
+        groups = getattr(state, "_fsdp_param_groups", None)  # a list since torch 2.13, a single group before
         groups = [state._fsdp_param_group] if groups is None else groups
         owning = [group for group in groups if group is not None]
         if len(owning) > 1:
             raise ValueError(
-                f"{type(module).__name__} has {len(owning)} groups of parameters on different meshes; one codec cannot serve them"
+                f"{type(module).__name__} has {len(owning)} groups of parameters on different meshes; expected one per module"
             )
         for group in owning:
             parts = [
@@ -191,13 +196,11 @@ def quantize_ddp(
     *,
     clock: StepClock | None = None,
 ) -> Wire:
-    """Encode the gradients that DistributedDataParallel averages.
-
-    Matrices are encoded; gradients of biases and norms are averaged whole, in the same hook.
+    """Encode the gradients of matrices that DistributedDataParallel averages; those of biases and norms are unencoded.
 
     Args:
-        model: wrapped, without a communication hook of its own.
-        codec: of gradients.
+        model: a wrapped model without a communication hook.
+        codec: codec of gradients.
         clock: the step, for stochastic codecs.
 
     Returns:
@@ -237,6 +240,6 @@ def _require_clock(clock: StepClock | None, codecs: Sequence[Codec | None]) -> S
     stochastic = [str(codec) for codec in codecs if codec is not None and codec.is_stochastic]
     if stochastic and clock is None:
         raise ValueError(
-            f"{', '.join(stochastic)} rounds stochastically and needs clock=StepClock(), whose step you set: without it a resumed run would round otherwise"
+            f"{', '.join(stochastic)} rounds stochastically and needs clock=StepClock(), whose step you set: without it a resumed run would round differently"
         )
     return clock or StepClock()

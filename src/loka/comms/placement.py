@@ -1,11 +1,12 @@
-"""A plan's collectives, placed in a model that is spread over ranks, and taken back: `loka.convert` and `loka.revert` call these.
+"""Apply a plan's collectives to a distributed model, and revert them. `loka.convert` and `loka.revert` call this.
 
-FSDP2   weights are gathered in one codec, gradients scattered in the other
-DDP     gradients are averaged in theirs; weights are not sent
-else    nothing is sent, and the record says so: the plan waits for ranks
+FSDP2   weights are all-gathered in one codec, gradients reduce-scattered in the other
+DDP     gradients are averaged in their codec; weights are not sent
+else    nothing is sent, and the record says so
 
-A stochastic codec draws its numbers for a step. `clock_of(model).step = step`, set before each step, lets a resumed run round as the first one did (`loka.training` does it); where
-nobody sets it, every call draws anew, and a resumed run rounds otherwise.
+A stochastic codec draws random numbers per step. Set `clock_of(model).step = step` before each step to make a resumed
+run round as the original one (`loka.training` does). If it is never set, every call draws new numbers, and
+a resumed run rounds differently.
 """
 
 from collections.abc import Sequence
@@ -18,29 +19,29 @@ from loka.comms.fsdp import StepClock, quantize_ddp, quantize_fsdp, release_fsdp
 from loka.kernels.wire.codec import parse_codec
 from loka.records import CollectivePlan
 
-_WIRE = "_loka_wire"  # on a model: the count of what its placed collectives send
-_CLOCK = "_loka_clock"  # the step they draw for
+_WIRE = "_loka_wire"  # attribute of a model: the Wire that counts what its collectives send
+_CLOCK = "_loka_clock"  # attribute of a model: the StepClock of its stochastic codecs
 
 
 def place(model: nn.Module, collectives: Sequence[CollectivePlan]) -> list[str]:
-    """Send what a plan says in the codecs it says.
+    """Send in the codecs of a plan.
 
     Args:
-        model: under FSDP2, under DistributedDataParallel, or on one process.
-        collectives: of the plan.
+        model: under FSDP2, under DistributedDataParallel, or in a single process.
+        collectives: collectives of the plan.
 
     Returns:
-        What a reader of the record must know.
+        Notes for the record.
 
     Raises:
-        ValueError: the model's collectives are encoded already.
+        ValueError: the model's collectives are already encoded.
     """
     codecs: dict[str, str | None] = {part.name: part.codec for part in collectives if part.codec != "fp32"}
     if not codecs:
         return []
     held = wire_of(model)
     if held is not None and (held.codec is not None or _is_fsdp(model)):
-        raise ValueError("the model's collectives are encoded already; call loka.revert(model) first")
+        raise ValueError("the model's collectives are already encoded; call loka.revert(model) first")
     spelled = ", ".join(f"{name} in {codec}" for name, codec in codecs.items())
     if _is_fsdp(model):
         weights, gradients = codecs.get("weights"), codecs.get("gradients")
@@ -48,7 +49,7 @@ def place(model: nn.Module, collectives: Sequence[CollectivePlan]) -> list[str]:
         return [f"FSDP2 sends {spelled}"]
     copies = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     if copies is None:
-        return [f"not under FSDP2 or DistributedDataParallel: nothing is sent here, so {spelled} wait"]
+        return [f"not under FSDP2 or DistributedDataParallel: nothing is sent here, so {spelled} has no effect"]
     if (gradients := codecs.get("gradients")) is None:
         return ["DistributedDataParallel sends no weights"]
     if held is None:
@@ -59,7 +60,7 @@ def place(model: nn.Module, collectives: Sequence[CollectivePlan]) -> list[str]:
 
 
 def release(model: nn.Module) -> None:
-    """Send as before. A hook of DistributedDataParallel cannot be taken out: it stays, and averages in float32."""
+    """Send without codecs again. The hook of a DDP model cannot be removed: it stays, and averages in float32."""
     wire: Wire | None = model.__dict__.get(_WIRE)
     if wire is None:
         return
@@ -71,12 +72,12 @@ def release(model: nn.Module) -> None:
 
 
 def wire_of(model: nn.Module) -> Wire | None:
-    """The count of what the placed collectives of a model have sent; None where none is placed."""
+    """Return the count of what a model's encoded collectives have sent, or None if there are none."""
     return model.__dict__.get(_WIRE)
 
 
 def clock_of(model: nn.Module) -> StepClock | None:
-    """The step that the placed collectives of a model draw for; None where none is placed."""
+    """Return the clock of a model's encoded collectives, or None if there are none."""
     return model.__dict__.get(_CLOCK)
 
 

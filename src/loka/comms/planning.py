@@ -1,11 +1,11 @@
-"""One plan for all ranks: every rank's Probe merged on rank 0, judged there once, the same plan everywhere.
+"""One plan for all ranks: merge every rank's Probe on rank 0, make the plan there, and distribute it.
 
     probe = loka.Probe(model)                      # on every rank: DistributedModelParallel, FSDP2, DDP
     ...
     plan = plan_together(probe)
     loka.convert(model, plan)
 
-The plan names the plain model's linears, whatever wraps it here, so that it fits the plain model too, and a plan made there fits here.
+The plan uses the names of the unwrapped model, so it can be exchanged between wrapped and plain models.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from loka.records import Plan, from_json, to_json
 def plan_together(
     probe: Probe, judge: Callable[[Probe], Plan] | None = None, *, agreement: Agreement | None = None
 ) -> Plan:
-    """Merge what all ranks have seen, judge it on rank 0, and give everybody the plan. Every rank must call it.
+    """Merge the statistics of all ranks, make the plan on rank 0, and return it everywhere. Every rank must call it.
 
     Args:
-        probe: this rank's; rank 0's holds everybody's statistics afterwards.
-        judge: makes the plan of the merged probe, on rank 0 alone; `probe.evaluate().plan()` where None.
-        agreement: among whom, and how long to wait; the default group and a minute where None.
+        probe: this rank's Probe; that of rank 0 holds the statistics of all ranks afterwards.
+        judge: makes the plan from the merged probe, on rank 0 only; None uses `probe.evaluate().plan()`.
+        agreement: the group of ranks and the time limit; None uses the default group and a minute.
 
     Returns:
-        The plan, the same bytes on every rank.
+        The plan, identical on every rank.
 
     Raises:
-        RankError: a rank is missing or failed, or holds another plan; it is named.
+        RankError: a rank is missing, failed, or has another plan; the message names it.
 
     Example:
         >>> plan = plan_together(probe, lambda p: p.evaluate(("rowwise",)).plan())

@@ -1,21 +1,26 @@
-"""A simulation of a training step on more GPUs than there are here: measured times of one GPU, published bandwidths, and arithmetic.
+"""Simulate a training step on more GPUs than are present, from times measured on one GPU and published bandwidths.
 
     work = Work(forward=4e-3, backward=8e-3, dense=60_000_000, embeddings=26 * 128 * 4096)
     for step in simulate(work, MACHINES["h200-ndr"], gpus=(8, 64, 512, 1024), codec="e4m3:1x128:pow2"):
         print(step)
 
-Nothing here was run on those machines. Per step, with n GPUs in nodes of g, per-GPU link bandwidth L and per-node network bandwidth W, both times an efficiency:
+Nothing here was run on those machines. Per step, with n GPUs in nodes of g, per-GPU link bandwidth L and per-node
+network bandwidth W, both times an efficiency:
 
-    ring        all-gather or reduce-scatter of G bytes: (n - 1)/n G / B + latency;  B = L inside a node, min(L, W) across nodes (g rings, one for each network card)
-    all-to-all  of b bytes a GPU: max( b (g - 1)/n / L,  b (n - g)/n / (W/g) ) + latency
-    dense       ddp: all-reduce of gradients beside the last backward pass; fsdp: all-gather beside forward and backward, reduce-scatter beside backward, for every batch
-    tables      all-to-all of pooled embeddings after the lookup and of their gradients after the backward pass: nothing runs beside them
-    codec       encoding what is sent and decoding what arrives, at the measured rate of the quantise kernel; it uses the GPU, so nothing hides it
+    ring        all-gather or reduce-scatter of G bytes: (n - 1)/n G / B + latency, with B = L inside a node and
+                min(L, W) across nodes (g rings, one for each network card)
+    all-to-all  of b bytes per GPU: max( b (g - 1)/n / L,  b (n - g)/n / (W/g) ) + latency
+    dense       ddp: all-reduce of gradients during the last backward pass; fsdp, for every batch: all-gather during
+                forward and backward, reduce-scatter during backward
+    tables      all-to-all of pooled embeddings after the lookup, and of their gradients after the backward pass;
+                nothing overlaps with them
+    codec       encoding what is sent and decoding what arrives, at the measured rate of the quantize kernel; it uses
+                the GPU, so nothing hides it
 
-A collective beside a pass of length c costs max(comm - c, one bucket): the last bucket has nothing left to hide behind.
+A collective during a pass of length c costs max(comm - c, one bucket): the last bucket has nothing to hide behind.
 
-Efficiencies and latencies are assumed (`Machine`), not fitted. What it does not know: stragglers, congestion, hosts that cannot keep up, kernels that do not shrink with the batch.
-How well it does on published curves is in docs/guides/scale-out.md.
+Efficiencies and latencies are assumed (`Machine`), not fitted. Stragglers, congestion, hosts that cannot keep up and
+kernels that do not shrink with the batch are not modelled. docs/guides/scale-out.md compares it with published curves.
 """
 
 import math
@@ -25,7 +30,7 @@ from dataclasses import dataclass
 from loka.kernels.wire.codec import Codec, parse_codec
 
 BUCKET = 25e6 / 4  # elements: DistributedDataParallel's 25 MB of float32
-WORTHWHILE = 1.01  # below a hundredth of a step nothing is worth another rounding
+WORTHWHILE = 1.01  # a coarser codec must save more than 1 % of a step
 ENCODE = 8192 * 4096 / 27.76e-6  # elements a second, E4M3 with 1x128 scales: benchmarks/results/h200/quantize.json
 
 
@@ -34,12 +39,12 @@ class Machine:
     """GPUs in nodes, from data sheets.
 
     Args:
-        name: of the kind.
-        gpus: in a node.
-        link: bytes a second that a GPU can send inside the node, one way.
-        network: bytes a second that a node can send, all network cards together, one way.
+        name: name of the machine type.
+        gpus: GPUs per node.
+        link: bytes per second that a GPU can send inside the node, one way.
+        network: bytes per second that a node can send, all network cards together, one way.
         source: where the bandwidths are published.
-        efficiency: share of a data sheet's bandwidth that a large collective reaches; assumed.
+        efficiency: share of the data sheet's bandwidth that a large collective reaches; assumed.
         link_latency: seconds of a hop inside a node; assumed.
         network_latency: seconds of a hop between nodes; assumed.
     """
@@ -73,17 +78,17 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What one GPU does in a step, and what it sends. Times are measured, on one GPU, at its own share of the batch.
+    """What one GPU computes and sends in a step. Times are measured on one GPU, at its share of the batch.
 
     Args:
         forward: seconds of a batch's forward pass, lookups included.
         backward: seconds of a batch's backward pass.
-        update: seconds of the optimiser.
+        update: seconds of the optimizer.
         dense: parameters outside tables.
-        embeddings: elements of pooled embeddings that a GPU's examples need, all features together; 0: no sharded tables.
-        accumulate: batches in a step.
-        strategy: of the dense part, `ddp` or `fsdp`.
-        overlap: whether collectives of the dense part run beside the passes.
+        embeddings: elements of pooled embeddings that a GPU's examples need, over all features; 0: no sharded tables.
+        accumulate: batches per step.
+        strategy: `ddp` or `fsdp`, for the dense part.
+        overlap: whether collectives of the dense part overlap with the passes.
 
     Example:
         >>> Work(forward=4e-3, backward=8e-3, dense=60_000_000, embeddings=26 * 128 * 4096, strategy="fsdp")
@@ -105,12 +110,12 @@ class Work:
         if self.strategy not in ("ddp", "fsdp"):
             problems.append(f"strategy is ddp or fsdp, got {self.strategy!r}")
         if problems:
-            raise ValueError(f"this is no work of a GPU: {'; '.join(problems)}; got {self}")
+            raise ValueError(f"not a valid Work: {'; '.join(problems)}; got {self}")
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A simulated step: seconds of computing, and of each collective that nothing hides."""
+    """A simulated step: seconds of computation, and the exposed seconds of each collective."""
 
     gpus: int
     codec: str
@@ -126,7 +131,7 @@ class Simulated:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that computes: the weak scaling."""
+        """Share of the step spent computing: the weak-scaling efficiency."""
         return self.compute / self.step
 
     def __str__(self) -> str:
@@ -142,20 +147,20 @@ def simulate(
     codec: str | Codec = "bf16",
     weights: str | Codec | None = None,
 ) -> Iterator[Simulated]:
-    """Simulate a step, for each number of GPUs. Every GPU keeps its share of the batch: weak scaling.
+    """Simulate a step for each number of GPUs. Every GPU keeps its share of the batch (weak scaling).
 
     Args:
-        work: of one GPU.
-        machine: what connects them.
-        gpus: how many; a whole number of nodes where more than one node has.
-        codec: of embeddings, gradients, and weights where `weights` is None.
+        work: the work of one GPU.
+        machine: the nodes and their network.
+        gpus: numbers of GPUs; beyond one node, multiples of its GPUs.
+        codec: codec of embeddings, of gradients, and of weights if `weights` is None.
         weights: codec of gathered weights.
 
     Returns:
         A simulated step for each.
 
     Raises:
-        ValueError: a number of GPUs that does not fill its nodes, or a codec of weights that nobody sends.
+        ValueError: a number of GPUs does not fill its nodes, or `weights` is given for ddp, which sends none.
 
     Example:
         >>> [round(s.efficiency, 2) for s in simulate(work, MACHINES["h200-ndr"], gpus=(8, 1024))]
@@ -184,7 +189,7 @@ def _dense(work: Work, machine: Machine, n: int, sent: Codec, gathered: Codec) -
 
 
 def _exposed(seconds: float, elements: int, beside: float) -> float:
-    """What is left of a collective that runs beside a pass: its excess, and at least its last bucket."""
+    """Return the exposed time of a collective that overlaps with a pass: the excess, and at least its last bucket."""
     if not beside:
         return seconds
     return max(seconds - beside, seconds * min(1.0, BUCKET / max(elements, 1)))
@@ -208,13 +213,13 @@ def _all_to_all(size: float, machine: Machine, n: int) -> float:
 
 
 def _latency(machine: Machine, n: int) -> float:
-    """Hops: around the node, and up a tree of nodes."""
+    """Return the latency of hops around the node and up a tree of nodes."""
     nodes = -(-n // machine.gpus)
     return (min(n, machine.gpus) - 1) * machine.link_latency + math.ceil(math.log2(nodes)) * machine.network_latency
 
 
 def _coding(work: Work, n: int, sent: Codec, gathered: Codec) -> float:
-    """Encode and decode. A plain 16- or 32-bit codec is a cast that collectives do anyway."""
+    """Return the time to encode and decode. A plain 16- or 32-bit codec is a cast that collectives do anyway."""
     if n == 1:
         return 0.0
     elements = 0.0
@@ -223,14 +228,17 @@ def _coding(work: Work, n: int, sent: Codec, gathered: Codec) -> float:
         reduced = 2 if work.strategy == "ddp" else work.accumulate  # reduce-scatter, and the gather of the sum
         elements += 2 * reduced * work.dense
     if gathered.spec is not None and work.strategy == "fsdp":
-        elements += work.accumulate * 2 * (1 + 1 / n) * work.dense  # the own shard encoded, all of them decoded, twice
+        elements += work.accumulate * 2 * (1 + 1 / n) * work.dense  # own shard encoded, all shards decoded, twice
     return elements / ENCODE
 
 
 def compare_codecs(
     work: Work, machine: Machine, *, gpus: Sequence[int], codecs: Sequence[str] = ("fp32", "bf16", "e4m3:1x128:pow2")
 ) -> list[tuple[int, dict[str, Simulated], str]]:
-    """Simulate a step with several codecs, and say which pays: the first, in the order given, whose step is within 1 % of the shortest."""
+    """Simulate a step with several codecs, and choose one for each number of GPUs.
+
+    That is the first codec, in the order given, whose step is within 1 % of the shortest.
+    """
     steps = {codec: list(simulate(work, machine, gpus=gpus, codec=codec)) for codec in codecs}
     result = []
     for i, n in enumerate(gpus):

@@ -1,18 +1,21 @@
-"""Encoded embeddings between the ranks of TorchRec.
+"""Encode the embeddings that ranks exchange in TorchRec.
 
     wire = Wire()
     sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=make_registry(wire=wire))
     model = DistributedModelParallel(model, sharders=[sharder], ...)
     distribute_rows(model, wire=wire)            # row-wise sharded tables: their reduce-scatter
 
-Table- and column-wise tables exchange pooled embeddings by all-to-all, which TorchRec lets a codec of its registry encode. Row-wise tables reduce-scatter partial sums, and there
-TorchRec would add up encoded bytes, or replace the codec by another; `distribute_rows` puts an output distribution of our own in its place: all-to-all of encoded partial sums,
-added in float32, and an all-gather of encoded gradients on the way back. Until it is called, the registry's entry for reduce-scatter refuses to run.
+Table-wise and column-wise tables exchange pooled embeddings by all-to-all, which TorchRec encodes with a codec of its
+registry. Row-wise tables reduce-scatter partial sums. There TorchRec would add encoded bytes, or replace the codec by
+another. So `distribute_rows` replaces its output distribution by ours: an all-to-all of encoded partial sums, added in
+float32, and an all-gather of encoded gradients in backward. Until it is called, the registry's entry for reduce-scatter
+raises.
 
-Sequence embeddings (all-to-all of single rows) take the same codecs. Variable batch sizes per feature are refused for row-wise tables, and a split of the batch that is
-no multiple of the codec's block wherever TorchRec does not say where it cuts.
+Sequence embeddings (all-to-all of single rows) use the same codecs. Not supported are variable batch sizes per feature
+for row-wise tables, and splits of the batch that are not a multiple of the codec's block where TorchRec does not tell
+the codec its splits.
 
-Not here: TorchRec's own QCommsConfig, which replaces what it cannot do by something else and warns; `refuse_substitutions` raises in its place.
+TorchRec's own QCommsConfig replaces what it does not support, with a warning. `refuse_substitutions` raises instead.
 """
 
 from collections.abc import Sequence
@@ -29,7 +32,7 @@ FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
 
 
 class EmbeddingCodec:
-    """A codec as TorchRec's registry wants it: one direction of one kind of collective."""
+    """A codec with the interface of TorchRec's registry, for one direction of one kind of collective."""
 
     def __init__(self, codec: Codec, op: str, wire: Wire) -> None:
         if codec.is_stochastic:
@@ -39,26 +42,26 @@ class EmbeddingCodec:
         self.codec, self.op, self.wire = codec, op, wire
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Bytes."""
+        """Encode a tensor to bytes."""
         data = self.codec.encode(input_tensor)
         self.wire.add(self.op, input_tensor.numel(), data.numel())
         return data
 
     def decode(self, input_grad: Tensor, ctx: Any = None) -> Tensor:
-        """float32."""
+        """Decode bytes to float32."""
         return self.codec.decode(input_grad.view(-1), self._elements(input_grad.numel()))
 
     def _elements(self, size: int) -> int:
         block = self.codec.block
-        return size * block // self.codec.size(block)  # whole blocks: `calc_quantized_size` refused the others
+        return size * block // self.codec.size(block)  # only whole blocks: `calc_quantized_size` refuses others
 
     @property
     def quantized_dtype(self) -> torch.dtype:
-        """Bytes."""
+        """Type of the encoded data."""
         return torch.uint8
 
     def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
-        """Bytes of one rank's share."""
+        """Return the bytes of one rank's share."""
         if input_len % self.codec.block:
             raise ValueError(
                 f"{self.op} sends a rank {input_len} elements, which {self.codec} cannot cut into blocks of {self.codec.block}; "
@@ -67,17 +70,17 @@ class EmbeddingCodec:
         return self.codec.size(input_len)
 
     def create_context(self) -> None:
-        """Nothing travels beside the bytes."""
+        """Return None: the bytes need no context."""
 
     def padded_size(
         self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: Any
     ) -> tuple[int, int]:
-        """No padding: the backward pass has none, and it would send bytes nobody asked for."""
+        """Return the size without padding: backward has none, and it would send needless bytes."""
         return input_tensor.shape[0] if input_tensor.dim() == 1 else input_tensor.shape[1], 0
 
 
 class _RefusingCodec(EmbeddingCodec):
-    """Stands where TorchRec would add up encoded bytes."""
+    """Raises where TorchRec would add encoded bytes."""
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
         raise ValueError(
@@ -88,15 +91,15 @@ class _RefusingCodec(EmbeddingCodec):
 def make_registry(
     forward: str | Codec = FORWARD, backward: str | Codec = BACKWARD, *, wire: Wire | None = None
 ) -> dict[str, Any]:
-    """Codecs for a TorchRec sharder's `qcomm_codecs_registry`.
+    """Make codecs for a TorchRec sharder's `qcomm_codecs_registry`.
 
     Args:
         forward: codec of embeddings.
         backward: codec of their gradients.
-        wire: where to count what is sent.
+        wire: counts what is sent.
 
     Returns:
-        An entry for each collective of TorchRec.
+        An entry for each of TorchRec's collectives.
 
     Raises:
         ValueError: TorchRec is not installed, or a codec rounds stochastically.
@@ -148,7 +151,7 @@ class _ReduceRows(torch.autograd.Function):
         codec, splits, width = ctx.codec, ctx.splits, grad.shape[1]
         sizes = [codec.size(rows * width) for rows in splits]
         data = codec.encode(grad)
-        sent = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))  # gathers want one length
+        sent = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))  # all-gather needs equal lengths
         received = sent.new_empty(len(splits) * sent.numel())
         gather_tensors(received, sent, ctx.group)
         ctx.wire.add("rows backward", grad.numel(), data.numel())
@@ -161,14 +164,14 @@ class _ReduceRows(torch.autograd.Function):
 
 
 class RowDistribution(nn.Module):
-    """The output distribution of row-wise sharded tables, encoded. `distribute_rows` puts it in place."""
+    """The encoded output distribution of row-wise sharded tables. `distribute_rows` installs it."""
 
     def __init__(self, group: Any, codecs: tuple[Codec, Codec], wire: Wire) -> None:
         super().__init__()
         self.group, self.codecs, self.wire = group, codecs, wire
 
     def forward(self, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
-        """local_embs [sum of all ranks' batches, D] -> an awaitable of this rank's [batch, D]."""
+        """Reduce local_embs [sum of all ranks' batches, D]; returns an awaitable of this rank's [batch, D]."""
         comm_ops, types = require("torchrec.distributed.comm_ops"), require("torchrec.distributed.types")
         if sharding_ctx is not None and sharding_ctx.variable_batch_per_feature:
             raise ValueError(
@@ -185,7 +188,7 @@ class RowDistribution(nn.Module):
         return types.NoWait(reduced)
 
     def extra_repr(self) -> str:
-        """The codecs."""
+        """Show the codecs."""
         return f"forward={self.codecs[0]}, backward={self.codecs[1]}"
 
 
@@ -195,13 +198,13 @@ def distribute_rows(
     """Encode what row-wise sharded tables exchange, in a model that DistributedModelParallel has sharded.
 
     Args:
-        model: after sharding.
+        model: the sharded model.
         forward: codec of partial sums.
         backward: codec of gradients.
-        wire: where to count what is sent.
+        wire: counts what is sent.
 
     Returns:
-        How many output distributions were replaced.
+        The number of output distributions that were replaced.
 
     Example:
         >>> distribute_rows(dmp_model, "e4m3:1x32:e8m0", "e5m2:1x32:e8m0")
@@ -224,14 +227,14 @@ def distribute_rows(
 
 
 def refuse_substitutions(config: Any, *, device: torch.device) -> None:
-    """Raise where TorchRec would run another precision than its QCommsConfig asks for.
+    """Raise if TorchRec would run another precision than its QCommsConfig requests.
 
     Args:
         config: a `torchrec.distributed.fbgemm_qcomm_codec.QCommsConfig`.
-        device: of the collectives.
+        device: device of the collectives.
 
     Raises:
-        ValueError: with every substitution that would happen.
+        ValueError: lists every substitution that would happen.
 
     Example:
         >>> refuse_substitutions(QCommsConfig(forward_precision=CommType.BF16), device=torch.device("cpu"))
@@ -256,12 +259,12 @@ def refuse_substitutions(config: Any, *, device: torch.device) -> None:
 
 
 def refuse_rounding(data_type: str, *, stochastic: bool, device: torch.device) -> None:
-    """Raise where FBGEMM's fused optimisers would round rows otherwise than `stochastic_rounding` asks.
+    """Raise if FBGEMM's fused optimizers would round rows differently from what `stochastic_rounding` requests.
 
     Args:
-        data_type: of a table's rows, as TorchRec spells it: FP32, FP16, BF16, FP8, INT8, ...
-        stochastic: what the sharder's `fused_params` ask for.
-        device: of the table.
+        data_type: type of a table's rows, as TorchRec spells it: FP32, FP16, BF16, FP8, INT8, ...
+        stochastic: whether the sharder's `fused_params` request stochastic rounding.
+        device: device of the table.
 
     Raises:
         ValueError: the rows would be rounded to nearest, or cannot be trained.
@@ -284,7 +287,7 @@ def refuse_rounding(data_type: str, *, stochastic: bool, device: torch.device) -
 
 
 def require(module: str) -> Any:
-    """A module of TorchRec, or a ValueError that says how to install it."""
+    """Import a module of TorchRec, or raise a ValueError that says how to install it."""
     from importlib import import_module
 
     try:

@@ -1,4 +1,4 @@
-"""What the demo is asked to do, and what it says in the end."""
+"""The settings of the demo, and its result."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,24 +10,24 @@ from loka.records.tuning import SizeEstimates, Tuning
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo is asked to do. The defaults take under three minutes on two quiet cores.
+    """The settings of the demo. The defaults take under three minutes on two quiet cores.
 
     Args:
         data: a ranking data set.
-        family: of the model.
-        size: of the family.
-        steps: in high precision.
-        more_steps: of each arm.
-        batch_size: examples of a step.
-        learning_rate: of the optimizer.
-        tune_batches: of the validation split; half choose, half verify.
-        tune_margin: of `loka.tune`.
-        margin: of the comparison.
-        seed: of everything.
-        device: where it trains; on a GPU speed is measured, and asked for.
-        target: on a CPU: whose speeds are estimated.
-        large: the size of the model that is estimated beside this one.
-        large_rows: of a batch there.
+        family: family of the model.
+        size: size of the model within its family.
+        steps: training steps in high precision.
+        more_steps: further steps of each continuation.
+        batch_size: examples per step.
+        learning_rate: learning rate of the optimizer.
+        tune_batches: validation batches for `loka.tune`; half choose, half verify.
+        tune_margin: margin of `loka.tune`.
+        margin: margin of the comparison.
+        seed: seed of everything random.
+        device: device to train on; on a GPU, speed is measured and FP8 is used only where it is faster.
+        target: without a GPU: device to estimate speeds for.
+        large: size of a second model to estimate.
+        large_rows: rows of its batch.
 
     Example:
         >>> Demo("runs/demo", DemoConfig(steps=40, more_steps=20)).run()
@@ -51,9 +51,11 @@ class DemoConfig:
 
     @classmethod
     def for_device(cls, device: str, **given: Any) -> Self:
-        """The defaults of a kind of machine: on a GPU a model and a batch large enough for FP8 to have something to gain, and one that a minute of training takes far enough.
+        """Return the defaults for a device: on a GPU, a model and batch large enough for FP8 to gain something.
 
-        After 120 steps no chain of a Wukong of that size passes the score, its weight gradients would still lose too much; a DLRM's does, and on an H200 its step is 1.33x as fast as compiled 16 bits (1.09x with an over arch of half the width).
+        It must also learn enough in a minute of training. After 120 steps no chain of a Wukong of that size passes the
+        score, since its weight gradients would still lose too much. A DLRM's does, and on an H200 its step is 1.33x as
+        fast as compiled 16-bit (1.09x with an over arch of half the width).
         """
         large = {"family": "dlrm", "size": "wide", "batch_size": 8192, "steps": 120, "more_steps": 40, "tune_batches": 16}  # fmt: skip
         return cls(**({**large, **given} if device.startswith("cuda") else given), device=device)
@@ -70,44 +72,44 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Where the report is, and what it rests on."""
+    """The report and the records it is based on."""
 
     report: Path
     tuning: Tuning
-    comparisons: dict[str, Comparison]  # planned, naive, control; swap-planned, swap-naive: not trained on
+    comparisons: dict[str, Comparison]  # planned, naive, control; swap-planned, swap-naive: without further training
     resumed: tuple[str, ...]  # stations that were already finished
     restarted: str | None  # why earlier results were not used
     sizes: SizeEstimates | None = None  # on a machine without a GPU
 
     @property
     def plan(self) -> Plan:
-        """What tune chose."""
+        """The plan that tune chose."""
         return self.tuning.plan
 
     @property
     def converted(self) -> int:
-        """Linears that run in FP8."""
+        """Number of linears that run in FP8."""
         return 0 if self.tuning.conversion is None else len(self.tuning.conversion.converted)
 
     @property
     def linears(self) -> int:
-        """All of them."""
+        """Number of all linears."""
         return len(self.plan.sites)
 
     @property
     def share(self) -> float:
-        """Of the model's GEMM FLOPs in FP8."""
+        """Share of the model's GEMM FLOPs that run in FP8."""
         done = self.tuning.conversion
         return 0.0 if done is None or done.low_precision_share is None else done.low_precision_share
 
     def lines(self) -> list[str]:
-        """What happened, in six lines."""
+        """Summarize what happened in six lines."""
         change = {name: f"{found.relative_change.value:+.3%}" for name, found in self.comparisons.items()}
         return [
             f"{self.converted} of {self.linears} linears run in FP8, {self.share:.1%} of the model's GEMM FLOPs; tuned in {sum(self.tuning.seconds.values()):.0f} s: {self.tuning.verdict}",
             f"planned FP8: {spell_comparison(self.comparisons['planned'])}",
             f"naive FP8:   {spell_comparison(self.comparisons['naive'])}",
-            f"noise of training, float32 against itself: {change['control']}; FP8 swapped in without training on: planned "
+            f"noise of training, float32 against itself: {change['control']}; FP8 swapped in without further training: planned "
             f"{change['swap-planned']}, naive {change['swap-naive']}",
             f"speed: {self._say_speed()}",
             f"report: {self.report}",
@@ -116,9 +118,9 @@ class DemoResult:
     def _say_speed(self) -> str:
         found = self.tuning.speedup
         if self.sizes is None:
-            return f"measured, the step is {found.value:.2f}x of compiled bf16" if found else "FP8 is not faster here"
+            return f"measured: the step is {found.value:.2f}x as fast as compiled bf16" if found else "FP8 is not faster here"  # fmt: skip
         here, large = self.sizes.here, self.sizes.large
-        pays = f"{here.linears.value:.2f}x" if here.share else "FP8 would not pay"
+        pays = f"{here.linears.value:.2f}x" if here.share else "FP8 would not pay off"
         return (
             f"emulated here, not measured. Estimated for {self.sizes.target}: this model, {pays}; the {large.size} one at {large.rows:,} rows, its linears "
             f"{large.linears:.2fx} over compiled bf16"
@@ -126,7 +128,7 @@ class DemoResult:
 
 
 def spell_comparison(found: Comparison) -> str:
-    """A comparison in one clause."""
+    """Format a comparison in one clause."""
     change = found.relative_change
     return (
         f"{found.outcome}, {change.value:+.3%} log loss [{change.low:+.3%}, {change.high:+.3%}] "

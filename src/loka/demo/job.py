@@ -1,4 +1,4 @@
-"""The stations of the demo, each of which leaves records or a checkpoint behind."""
+"""The stations of the demo. Each leaves records or a checkpoint, so that an interrupted demo can continue."""
 
 import json
 import shutil
@@ -30,22 +30,22 @@ from loka.tuning import Estimator, estimate_model, tune
 ARMS = {"high": "high precision", "control": "control", "planned": "planned FP8", "naive": "naive FP8"}
 COMPARED = ("planned", "naive", "control")
 SWAPPED = ("planned", "naive")
-FEW = 64  # rows that show the sizes of a model
+FEW = 64  # rows of a batch that only serves to find the sizes of a model
 NUDGE = 2.0**-9  # relative size of one bf16 rounding: far below FP8's 2^-4, far above float32's 2^-24
 
 
 def _say_nothing(station: str, done: int, total: int | None) -> None:
-    """The default Talk."""
+    """Ignore progress: the default Talk."""
 
 
 class Demo:
-    """One demo below one folder. `run` goes through the stations that are not finished.
+    """A demo in one folder. `run` executes the stations that are not finished.
 
     Args:
         out: the folder.
-        config: what it is asked to do.
-        talk: told what happens.
-        command: for the records.
+        config: the settings.
+        talk: called with the progress.
+        command: the command line, for the records.
         load_data: opens the data set.
 
     Example:
@@ -69,7 +69,7 @@ class Demo:
 
     @property
     def stations(self) -> dict[str, Callable[[], None]]:
-        """Name -> job, in order."""
+        """The jobs by station name, in order."""
         arms = {arm: (lambda arm=arm: self._train_arm(arm)) for arm in ARMS}
         return {
             "train": self._train,
@@ -82,7 +82,11 @@ class Demo:
         }
 
     def run(self) -> DemoResult:
-        """Run or continue the job."""
+        """Run the stations that are not finished.
+
+        Returns:
+            The report and the records it is based on.
+        """
         require_charts()
         self._resume()
         resumed = tuple(self._done)
@@ -110,7 +114,7 @@ class Demo:
         self._fit("train", self._build(), self.config.steps)
 
     def _tune(self) -> None:
-        """One call, on validation batches; the plan is what the arms below convert by."""
+        """Tune on validation batches. The arms convert by this plan."""
         model = self._build()
         model.load_state_dict(self._checkpoint("train").tensors["model"])
         batches = self._data.valid.batches(self.config.batch_size, shuffle=True, seed=self.config.seed)
@@ -125,7 +129,7 @@ class Demo:
         records.save(tuned.record, self._record("tuning"))
 
     def _size(self) -> None:
-        """What FP8 is estimated to bring on a GPU, for this model and for one of a size that it is meant for."""
+        """Estimate the gain of FP8 on a GPU, for this model and for one of a size that FP8 is meant for."""
         here, large = (self._estimate(size) for size in (self.config.size, self.config.large))
         sizes = SizeEstimates(target=self.config.target, method=str(Estimator(self.config.target)), here=here, large=large, environment=self._environment())  # fmt: skip
         records.save(sizes, self._record("sizes"))
@@ -171,7 +175,7 @@ class Demo:
         records.save(run, self._record(f"run-{arm}"))
 
     def _swap(self) -> None:
-        """The high-precision run's final weights in FP8, without training on: what a model served in FP8 loses."""
+        """Convert the high-precision run's final weights to FP8, as when serving them, and compare the losses."""
         baseline = _load_tensors(self.out / "high" / "test.safetensors")
         for number, arm in enumerate(SWAPPED):
             self._talk("swap", number, len(SWAPPED))
@@ -190,7 +194,7 @@ class Demo:
     def _write_comparison(
         self, name: str, candidate: dict[str, Tensor], baseline: dict[str, Tensor], label: str, share: float
     ) -> None:
-        """A run against the high-precision one."""
+        """Compare a run with the high-precision one and save the comparison."""
         found = compare_paired(
             candidate["losses"],
             baseline["losses"],
@@ -237,14 +241,14 @@ class Demo:
         return self.config.device.startswith("cuda")
 
     def _fit(self, name: str, model: nn.Module, steps: int, fork: Snapshot | None = None) -> Trainer:
-        """Train below out/<name>, from `fork` where given; continues at the last checkpoint where there is one."""
+        """Train in out/<name>, starting from `fork` if given. Continue at the last checkpoint if there is one."""
         config = TrainConfig(
             steps=steps,
             batch_size=self.config.batch_size,
             seed=self.config.seed,
             device=self.config.device,
             learning_rate=self.config.learning_rate,
-            schedule="constant" if fork is None else "linear",  # to zero: what a run still jitters by averages out
+            schedule="constant" if fork is None else "linear",  # to zero, so that the jitter of a run averages out
             log_every=10,
             checkpoint_every=100,
             keep=1,
@@ -259,12 +263,12 @@ class Demo:
         return trainer
 
     def _example(self) -> Any:
-        """One training batch."""
+        """Return one training batch."""
         batches = self._data.train.batches(self.config.batch_size, shuffle=True, seed=self.config.seed)
         return next(batches).to(self.config.device)
 
     def _convert(self, model: nn.Module, arm: str) -> Conversion:
-        """By tune's plan; the naive arm is what turning FP8 on everywhere does."""
+        """Convert by tune's plan; the naive arm uses FP8 for every linear instead."""
         example = self._example()
         if arm == "naive":
             return convert(model, recipe="tensorwise", example=example)
@@ -272,7 +276,7 @@ class Demo:
 
     @torch.no_grad()
     def _score(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Log loss and household of every test example, in order; and the metrics of the whole split."""
+        """Return log loss and household of every test example, in order, and the metrics of the whole split."""
         model.eval()
         losses, groups = [], []
         metrics: dict[str, LogLoss | NormalizedEntropy | AUC] = {
@@ -302,7 +306,7 @@ class Demo:
         return self.out / "records" / f"{name}.json"
 
     def _resume(self) -> None:
-        """Take over finished stations of the same settings; anything else is removed, and the reason kept."""
+        """Take over finished stations if the settings are the same; otherwise remove them and keep the reason."""
         path = self.out / "progress.json"
         if not path.exists():
             if self.out.exists() and any(self.out.iterdir()):
@@ -327,7 +331,7 @@ class Demo:
 
 
 def _share(done: Conversion | None) -> float:
-    """Of the model's GEMM FLOPs in low precision."""
+    """Return the share of the model's GEMM FLOPs in low precision."""
     return 0.0 if done is None or done.low_precision_share is None else done.low_precision_share
 
 
@@ -336,7 +340,7 @@ _PRECISIONS = {"high": "fp32", "control": "fp32, weights nudged by one bf16 roun
 
 @torch.no_grad()
 def _nudge(model: nn.Module, seed: int) -> None:
-    """Change every weight by about one bf16 rounding, once; the same on every device."""
+    """Change every weight once by about one bf16 rounding, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, generator=generator).to(parameter.device))

@@ -1,6 +1,7 @@
-"""Callbacks for Hugging Face's Trainer and for Lightning, around `TuneDuringTraining`. Neither library is imported before its callback is made.
+"""Callbacks of `TuneDuringTraining` for Hugging Face's Trainer and for Lightning, imported only when one is created.
 
-Both count optimizer steps, not batches, so gradient accumulation needs nothing. What a framework does to the model (DDP, torch.compile, autocast) stays: modules are converted in place.
+Both count optimizer steps and not batches, so gradient accumulation needs no setting. What a framework wraps around the
+model (DDP, torch.compile, autocast) stays valid, since modules are converted in place.
 """
 
 from importlib import import_module
@@ -10,7 +11,7 @@ from loka.integrations.during import TuneDuringTraining
 
 
 def hf_callback(tuning: TuneDuringTraining) -> Any:
-    """A `transformers.TrainerCallback`.
+    """Create a `transformers.TrainerCallback`.
 
     Args:
         tuning: when and how to tune; its step is usually `lambda model, batch: model(**batch).loss`.
@@ -27,7 +28,7 @@ def hf_callback(tuning: TuneDuringTraining) -> Any:
     base = _require("transformers", "TrainerCallback", "hf")
 
     class TuneCallback(base):  # type: ignore[misc, valid-type]
-        """Tunes after an optimizer step; places the plan again when a run is resumed behind it."""
+        """Tunes after an optimizer step; applies the saved plan if a run is resumed after it was tuned."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             tuning.resume(kwargs["model"], state.global_step)
@@ -42,10 +43,11 @@ def hf_callback(tuning: TuneDuringTraining) -> Any:
 
 
 def lightning_callback(tuning: TuneDuringTraining) -> Any:
-    """A `lightning.Callback`, for automatic and manual optimisation.
+    """Create a `lightning.Callback`, for automatic and manual optimization.
 
     Args:
-        tuning: when and how to tune; with `part` the submodule of the LightningModule that is called in a step, otherwise the LightningModule itself, which must then be called.
+        tuning: when and how to tune. With `part`, it tunes that submodule of the LightningModule; otherwise the
+            LightningModule itself, whose forward must then be called in a step.
 
     Returns:
         The callback, for `Trainer(callbacks=[...])`.
@@ -59,7 +61,7 @@ def lightning_callback(tuning: TuneDuringTraining) -> Any:
     base = _require("lightning", "Callback", "lightning", "pytorch_lightning")
 
     class TuneCallback(base):  # type: ignore[misc, valid-type]
-        """Tunes after the batch that ended an optimizer step."""
+        """Tunes after the batch that completes an optimizer step."""
 
         steps = 0
         open = False
@@ -69,7 +71,7 @@ def lightning_callback(tuning: TuneDuringTraining) -> Any:
             tuning.resume(pl_module, trainer.global_step)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if not self.open:  # accumulated batches belong to one step
+            if not self.open:  # accumulated batches belong to the same step
                 self.open = True
                 tuning.begin_step(pl_module)
 
@@ -82,7 +84,7 @@ def lightning_callback(tuning: TuneDuringTraining) -> Any:
 
 
 def _require(module: str, name: str, extra: str, *others: str) -> Any:
-    """A class of an optional library, or an answer with the line that installs it."""
+    """Import a class of an optional library, or raise with the command that installs it."""
     problems = []
     for candidate in (module, *others):
         try:

@@ -1,15 +1,17 @@
-"""Tune a model in the middle of its training: once, after so many optimizer steps, in place.
+"""Tune a model during training: once, after a number of optimizer steps, in place.
 
     tuning = TuneDuringTraining(batches, after=1000, step=lambda model, batch: model(**batch).loss, out="runs/tuned")
     for batch in loader:
-        tuning.begin_step(model)              # before the first forward of an optimizer step; gradient accumulation makes several
-        ...                                   # forward, backward, optimizer.step()
+        tuning.begin_step(model)              # before the first forward of an optimizer step
+        ...                                   # forward, backward (several with gradient accumulation), optimizer.step()
         tuning.end_step(model)                # after optimizer.step()
 
-Modules are converted in place and keep their parameters, so optimizers, schedulers, DistributedDataParallel and torch.compile around the model stay valid; compiled code compiles once more,
-in whatever mode it was compiled in. It is called between optimizer steps only: gradients that are being accumulated are kept by tune, and no step sees two precisions.
+Modules are converted in place and keep their parameters, so optimizers, schedulers, DistributedDataParallel and
+torch.compile around the model stay valid. Compiled code is recompiled once, in its own mode. Tuning happens only
+between optimizer steps: accumulated gradients are kept, and no step mixes two precisions.
 
-A run that is resumed behind that step places the plan it left in `out` again, and tunes nothing. Guard looks at every converted site from then on.
+A run that is resumed after that step applies the plan in `out` and does not tune again. From then on, Guard watches
+every converted site.
 """
 
 import logging
@@ -33,16 +35,17 @@ Step = Callable[[nn.Module, Any], Tensor]
 
 
 class TuneDuringTraining:
-    """Tunes once, then guards.
+    """Tunes a model once during training, then guards it.
 
     Args:
-        batches: held-out batches, or a function that makes them when they are needed; on the model's device, or moved by `step`.
-        after: optimizer steps before it tunes: a model that has learned nothing is judged too early.
-        step: step(model, batch) -> loss, one number or one for each example; it neither calls backward nor trains.
-        out: folder for plan, record and page; a resumed run reads its plan there.
-        part: name of the submodule that is tuned, and that `step` is given: a LightningModule that holds the model; "" is all of it.
-        guard: watch converted sites, and put back those that go wrong.
-        options: of `loka.tune`: margin, metric, seconds, train, ...
+        batches: held-out batches, or a function that returns them when they are needed; on the model's device, or
+            moved there by `step`.
+        after: optimizer steps before tuning; a model that has hardly learned anything cannot be judged.
+        step: step(model, batch) -> loss, one value or one per example. It must not call backward or an optimizer.
+        out: folder for plan, record and report; a resumed run reads its plan there.
+        part: name of the submodule to tune and to pass to `step`, for example in a LightningModule; "" for all of it.
+        guard: watch converted sites, and revert those that go wrong.
+        options: further arguments of `loka.tune`: margin, metric, seconds, train, ...
 
     Example:
         >>> tuning = TuneDuringTraining(held_out, after=1000, step=step, out="runs/tuned", margin=0.0005)
@@ -62,7 +65,7 @@ class TuneDuringTraining:
         if after < 1:
             raise ValueError(f"after={after}: expected at least 1 optimizer step, and enough for the model to have learned something")  # fmt: skip
         if unknown := sorted(set(options) & {"target", "estimate_for", "row_factor"}):
-            raise ValueError(f"{', '.join(unknown)}: a model that goes on training here is tuned for training here")
+            raise ValueError(f"{', '.join(unknown)}: cannot be set here, since the model is tuned to continue training on this device")  # fmt: skip
         self.after, self.step, self.out, self.part, self.options = after, step, Path(out), part, options
         self.tuned: Tuned | None = None
         self.events: list[Any] = []
@@ -71,18 +74,18 @@ class TuneDuringTraining:
 
     @property
     def plan_file(self) -> Path:
-        """Where the plan is, once the model was tuned."""
+        """Path of the plan, which exists once the model has been tuned."""
         return self.out / "plan.json"
 
     def resume(self, model: nn.Module, done: int) -> bool:
-        """Start a run that has made steps before; behind `after` the plan is placed again.
+        """Prepare a run that has already made steps. After `after` steps, apply the saved plan.
 
         Args:
-            model: with its weights loaded, or before: conversion does not change a state_dict.
+            model: the model, before or after its weights are loaded: conversion does not change a state_dict.
             done: optimizer steps so far.
 
         Returns:
-            Whether a plan was placed.
+            True if a plan was applied.
         """
         self._done, model = done, self._part_of(model)
         if done < self.after or not self.plan_file.exists() or _is_converted(model):
@@ -92,11 +95,11 @@ class TuneDuringTraining:
             return False
         convert(model, plan, example=self._example(model) if plan.mods else None)
         self._watch(model)
-        log.info("loka: placed %s again", self.plan_file)
+        log.info("loka: applied %s again", self.plan_file)
         return True
 
     def begin_step(self, model: nn.Module) -> None:
-        """Before the first forward of an optimizer step.
+        """Call before the first forward of an optimizer step.
 
         Args:
             model: wrapped or not.
@@ -105,13 +108,13 @@ class TuneDuringTraining:
             self._guard.begin_step()
 
     def end_step(self, model: nn.Module) -> Tuned | None:
-        """After an optimizer step: tunes when it is time, otherwise lets Guard look.
+        """Call after an optimizer step. Tunes if it is time, otherwise lets Guard check.
 
         Args:
             model: wrapped or not.
 
         Returns:
-            The result in the step it was tuned in; None in all others.
+            The result in the step where the model was tuned; None in all others.
         """
         self._done, model = self._done + 1, self._part_of(model)
         if self._guard is not None:
