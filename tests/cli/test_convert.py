@@ -67,7 +67,7 @@ def run(*words: object, model: str = "build", data: str = "batches") -> tuple[in
 def test_a_recipe_and_what_is_kept() -> None:
     _, text = run("--recipe", "rowwise", "--keep", "2")
     assert "1 of 2 linears converted, 1 kept" in text
-    assert "kept 2: module_filter_fn" in text
+    assert "kept 2: excluded by module_filter_fn" in text
     assert "loss of one batch" in text
 
 
@@ -116,7 +116,7 @@ def test_a_plan(tmp_path: Path) -> None:
     records.save(plan, tmp_path / "plan.json")
     _, text = run("--plan", tmp_path / "plan.json")
     assert "2 of 2 linears converted" in text
-    with pytest.raises(ValueError, match="--keep belongs to --recipe"):
+    with pytest.raises(ValueError, match="--keep goes with --recipe"):
         run("--plan", tmp_path / "plan.json", "--keep", "0")
     with pytest.raises(ValueError, match="neither beside it"):
         run("--plan", tmp_path / "plan.json", "--scales", "delayed")

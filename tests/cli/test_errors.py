@@ -156,7 +156,7 @@ def test_ctrl_c_while_probe_evaluates(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("loka.probe.Probe.evaluate", interrupt)
     result = runner.invoke(cli.app, [*OWN, "--out", str(tmp_path / "probe.json")], obj={})
-    assert "what was learned is kept; the same command with --resume evaluates it" in result.stderr
+    assert "the probe's state is saved; the same command with --resume evaluates it" in result.stderr
     assert (tmp_path / "probe.json.state.safetensors").exists()
     assert "is kept" not in runner.invoke(cli.app, [*OWN], obj={}).stderr
 
@@ -261,7 +261,7 @@ def test_names_that_lead_nowhere_say_what_was_looked_for(tmp_path: Path, monkeyp
 
 def test_options_are_named_as_they_were_typed(tmp_path: Path) -> None:
     tune = ("tune", f"{HERE}:factory", "--data", f"{HERE}:batches", "--out", tmp_path / "out")
-    assert "error: --row-factor 4 is about the GPU of --target" in fail(*tune, "--row-factor", 4)
+    assert "error: --row-factor 4 needs --target" in fail(*tune, "--row-factor", 4)
     (tmp_path / "text").write_text("no tensors")
     assert f"error: --checkpoint {tmp_path}/none: " in fail(*tune, "--checkpoint", tmp_path / "none")
     assert f"error: --checkpoint {tmp_path}/text: not a safetensors file" in fail(*tune, "--checkpoint", tmp_path / "text")  # fmt: skip

@@ -142,7 +142,7 @@ def test_your_own_history_and_unknown_items(folder: Path) -> None:
 
 
 def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--from FOLDER, or make one" in fail(capsys, "generate")
+    assert "--from FOLDER) or train one" in fail(capsys, "generate")
     assert "--train needs --out" in fail(capsys, "generate", "--train", 3)
     assert "at least as many --beams" in fail(capsys, "generate", "--from", folder, "--top", 9, "--beams", 3)
     assert "bundle.json" in fail(capsys, "generate", "--from", tmp_path)

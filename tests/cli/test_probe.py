@@ -114,7 +114,7 @@ def test_ctrl_c_keeps_what_was_learned_and_resume_ends_where_it_would_have(
         patch.setattr(Subject, "stream", interrupted)
         result = runner.invoke(app, [*OWN, "--out", str(parts)], obj={})
     assert result.exit_code != 0
-    assert "what was learned in 2 steps is kept" in result.stderr
+    assert "the state after 2 steps is saved" in result.stderr
     assert not parts.exists()
     result = run([*OWN, "--out", str(parts), "--resume"])
     assert "continuing after 2 steps" in result.stderr
@@ -149,7 +149,7 @@ def test_another_jobs_state_is_refused(tmp_path: Path) -> None:
     assert "there is no state" in str(result.exception)
     (tmp_path / "bad.json.state.safetensors").write_bytes(b"nothing")
     result = runner.invoke(app, [*OWN, "--out", str(tmp_path / "bad.json"), "--resume"], obj={})
-    assert "is no state of `loka probe`" in str(result.exception)
+    assert "is not a state of `loka probe`" in str(result.exception)
 
 
 def test_a_loss_that_explodes_is_a_finding() -> None:

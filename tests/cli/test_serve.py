@@ -24,7 +24,7 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_durations_and_splits_are_read_strictly() -> None:
     assert (parse_seconds("50ms"), parse_seconds("0.1s"), parse_seconds("2")) == (0.05, 0.1, 2.0)
     for bad in ("fast", "-1ms", "0", "5m", "1.2.3s"):
-        with pytest.raises(ValueError, match="no duration"):
+        with pytest.raises(ValueError, match="not a duration"):
             parse_seconds(bad)
     split = parse_split(["a", "b"], "95,5", "salt", False)
     assert split is not None
@@ -47,17 +47,17 @@ def test_requests_that_cannot_be_honoured(tmp_path: Path, capsys: pytest.Capture
     folder = str(tmp_path)
     assert "give the folder" in fails(["serve"], capsys)
     assert "neither bundle.json nor ranker.json" in fails(["serve", folder], capsys)
-    assert "no duration" in fails(["serve", folder, "--sla", "soon"], capsys)
+    assert "not a duration" in fails(["serve", folder, "--sla", "soon"], capsys)
     assert "--on ray" in fails(["serve", folder, "--replicas", "2"], capsys)
     assert "expected local or ray" in fails(["serve", folder, "--on", "mars"], capsys)
     assert "expected all, errors or none" in fails(["serve", folder, "--log", "some"], capsys)
     assert "whole numbers" in fails(["serve", folder, "--rows", "a"], capsys)
     assert "--admin-port" in fails(["serve", folder, "--on", "ray", "--admin-port", "9"], capsys)
-    assert "give no folders" in fails(["serve", folder, "--check", "http://127.0.0.1:1"], capsys)
+    assert "takes no folders" in fails(["serve", folder, "--check", "http://127.0.0.1:1"], capsys)
     assert "no answer" in fails(["serve", "--check", "http://127.0.0.1:1"], capsys)
     assert "http://host:port" in fails(["load", "ftp://x", "--model", "m"], capsys)
     assert "give two models" in fails(["ab"], capsys)
-    assert "give no models" in fails(["ab", folder, folder, "--online", folder], capsys)
+    assert "takes no models" in fails(["ab", folder, folder, "--online", folder], capsys)
 
 
 @pytest.mark.slow

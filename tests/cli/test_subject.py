@@ -162,7 +162,7 @@ def test_a_sequence_model_trains_on_positions_and_is_scored_on_what_was_held_out
     assert torch.allclose(losses, expected)
     ranks = (scores > scores.gather(1, (torch.tensor([5, 1]) - 1)[:, None])).sum(1)
     assert recall.tolist() == (ranks < 10).float().tolist()
-    with pytest.raises(ValueError, match="hold no item out"):
+    with pytest.raises(ValueError, match="have no held-out items"):
         subject.values(next(subject.batches("train")))
     with pytest.raises(ValueError, match="no metric 'auc'"):
         subject.values(batch, "auc")

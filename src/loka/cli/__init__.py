@@ -1,7 +1,8 @@
-"""cli: one verb per file, thin; heavy imports happen inside the command, so that `loka --help` is quick.
+"""The command line. One file per verb; heavy imports happen inside the command, so that `loka --help` is fast.
 
-stdout is data, stderr is talk. Exit 0: fine. 1: a finding. 2: a request that cannot be honoured, or an internal error. An error is one
-message that says what was seen and what to do; `loka --debug VERB` shows where it came from. After Ctrl-C a verb that kept something says how to go on.
+Results go to stdout, progress and messages to stderr. Exit codes: 0 success, 1 a finding (the verb's docstring says
+which), 2 an invalid request or an internal error, 130 interrupted. An error is one message that says what was seen and
+what to do; `loka --debug VERB` shows the traceback. After Ctrl-C, a verb whose work was saved says how to continue.
 """
 
 import re
@@ -16,7 +17,7 @@ from loka import __version__
 
 __all__ = ["app", "main"]
 
-# verb -> "module:object"; a Typer is a group of verbs, a function is one
+# verb -> "module:object", where object is a function or, for a group of subcommands, a Typer
 VERBS = {
     "demo": "loka.cli.demo:demo",
     "tune": "loka.cli.tune:tune",
@@ -43,25 +44,25 @@ VERBS = {
     "doctor": "loka.cli.doctor:doctor",
 }
 
-# How `loka --help` groups them: in the order of the work
+# Panels of `loka --help`, in the order of the workflow
 _PANELS = {
     **dict.fromkeys(("demo", "tune", "report", "doctor"), "Start"),
     **dict.fromkeys(("data", "train"), "Data and training"),
-    **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "translate", "convert"), "Look, choose, convert"),
+    **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "translate", "convert"), "Inspect, choose, convert"),
     **dict.fromkeys(("quantize", "export", "generate", "serve", "load", "analyze", "ab"), "Serving"),
     **dict.fromkeys(("bench", "db", "simulate"), "Speed"),
 }
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
-_CONTINUED = ("demo", "data", "tune")  # verbs that go on where they were when they are called again as they were
+_CONTINUED = ("demo", "data", "tune")  # verbs that continue when the same command is run again
 
 app = typer.Typer(
     name="loka",
-    help="FP8 that is practical for recommendation models: probe, choose, convert, with the evidence.",
+    help="Practical FP8 for recommendation models: probe, choose, convert, and keep the evidence.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    epilog="[dim]Start with[/dim] loka demo[dim], then[/dim] loka tune --help[dim]. Completion of this shell:[/dim] loka --install-completion",
+    epilog="[dim]Start with[/dim] loka demo[dim], then[/dim] loka tune --help[dim]. Shell completion:[/dim] loka --install-completion",
 )
 
 
@@ -74,18 +75,18 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def start(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options before the verb."""
+    """Handle the options that come before the verb."""
     context.obj["debug"] = debug
     context.obj["verb"] = context.invoked_subcommand
 
 
 def examples_of(verb: str) -> list[tuple[str, str]]:
-    """(command, remark) of every example in the docstring of the verb's file: indented lines that start with `loka VERB`."""
+    """Return (command, remark) for every line of the verb's module docstring that starts with `loka VERB`."""
     module = import_module(VERBS[verb].partition(":")[0])
     found = []
     for line in (module.__doc__ or "").splitlines():
@@ -96,7 +97,7 @@ def examples_of(verb: str) -> list[tuple[str, str]]:
 
 
 def _write_examples(verb: str) -> str | None:
-    """The end of `loka VERB --help`."""
+    """Return the examples at the end of `loka VERB --help`."""
     lines = [
         f"  {_escape(command)}" + (f"  [dim]{_escape(remark)}[/dim]" if remark else "")
         for command, remark in examples_of(verb)
@@ -105,7 +106,7 @@ def _write_examples(verb: str) -> str | None:
 
 
 def _escape(text: str) -> str:
-    """Square brackets are markup here."""
+    """Escape square brackets, which rich reads as markup."""
     return text.replace("[", "\\[")
 
 
@@ -122,15 +123,22 @@ def _mount() -> None:
 _mount()
 
 
-# Newer typers carry a click of their own, older ones use the installed one: either way a bad parameter descends from it.
+# Newer versions of typer vendor click, older ones import it. BadParameter derives from the right ClickException in both.
 _COMMAND_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ends the process with the exit code."""
+    """Run the command line and exit the process with its exit code.
+
+    Args:
+        arguments: the words after `loka`; default: those of this process.
+
+    Example:
+        >>> main(["doctor", "--json"])  # doctest: +SKIP
+    """
     state: dict[str, Any] = {"debug": False, "verb": None}
     if (own_code := sys.modules.get("loka.cli.own_code")) is not None:
-        own_code.forget()  # what an earlier command of this process named
+        own_code.forget()  # modules named by an earlier command in this process
     try:
         code = app(arguments, standalone_mode=False, obj=state)
     except _COMMAND_ERROR as error:
@@ -150,8 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """What went wrong: a user's own code, the request (ValueError), a file, or, when it is none of these, something to report."""
-    own_code = sys.modules.get("loka.cli.own_code")  # not loaded: no user's code has run
+    """Return the message for an error: in the user's code, in the request (ValueError), in a file, or internal."""
+    own_code = sys.modules.get("loka.cli.own_code")  # not loaded if no user code has run
     if own_code is not None and (place := own_code.blame(error)) is not None:
         return f"error: your code raised {type(error).__name__}: {error}\n  {place}\nhint: loka --debug shows the calls that led there"
     if isinstance(error, ValueError):
@@ -160,6 +168,8 @@ def _explain(error: Exception) -> str:
         return f"error: {error.filename}: {error.strerror or error}"
     if type(error).__name__ == "SafetensorError":  # it names no file
         return f"error: a file cannot be read: {error}\nhint: loka --debug shows which"
-    if isinstance(error, FileNotFoundError):  # raised by a library, with the name in its words
+    if isinstance(
+        error, FileNotFoundError
+    ):  # without `filename`: raised by a library that puts the name in its message
         return f"error: {error}"
     return f"internal error: {type(error).__name__}: {error}\nhint: loka --debug shows where"

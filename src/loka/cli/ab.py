@@ -1,13 +1,14 @@
-"""`loka ab`: two models against each other, offline on the same users or online on live traffic, with intervals and a verdict.
+"""`loka ab`: compare two models, offline on the same users or online on live traffic, with intervals and a verdict.
 
-    loka ab runs/onerec runs/onerec-fp8                             two generative recommenders, test users of their data
+    loka ab runs/onerec runs/onerec-fp8                  two generative recommenders, on the test users of their data
     loka ab runs/onerec runs/onerec-fp8 --users 500 --margin 0.01 --top 10 --out ab.json
-    loka ab base.jsonl candidate.jsonl --margin 0.005               any two models: one line per user, {"user": 7, "recall@10": 0.1, ...}
-    loka ab --online runs/ab --margin 0.01                          an experiment of loka serve A B --events runs/ab; look as often as you like
+    loka ab base.jsonl candidate.jsonl --margin 0.005    any two models; one line per user: {"user": 7, "recall@10": 0.1}
+    loka ab --online runs/ab --margin 0.01               an experiment of loka serve A B --events runs/ab, at any time
 
-Per metric: means, relative change with a 95 % interval paired by user, the smallest change that so many users would have shown, and the verdict (equivalent
-within --margin, better, worse, inconclusive). Before any of it the sample ratio: do both arms have as many users as they should. Exit 0; 1 when the ratio
-is off, a metric is worse or a guardrail is broken; 2 for a request that cannot be honoured.
+Reported per metric: both means, the relative change with a 95 % interval paired by user, the minimum detectable effect
+(MDE) at this number of users, and the verdict: equivalent within --margin, better, worse or inconclusive. The sample
+ratio is checked first: each arm must have its expected share of users. Exit 1 if the sample ratio is off, a metric is
+worse or a guardrail is broken; 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ def ab(
     baseline: Annotated[
         Path | None, typer.Argument(help="Folder of a recommender, or a .jsonl file of per-user metrics.")
     ] = None,
-    candidate: Annotated[Path | None, typer.Argument(help="The same kind of thing.")] = None,
-    online: Annotated[Path | None, typer.Option(help="Read the events of a running experiment instead.")] = None,
-    lower: Annotated[str, typer.Option(help="With --online: metrics where less is better, with commas.")] = "",
+    candidate: Annotated[Path | None, typer.Argument(help="The model to compare with it, of the same kind.")] = None,
+    online: Annotated[
+        Path | None, typer.Option(help="Folder of a live experiment's events, instead of models.")
+    ] = None,
+    lower: Annotated[str, typer.Option(help="With --online: metrics where lower is better, comma-separated.")] = "",
     data: Annotated[str | None, typer.Option(help="Data set; default: the baseline's.")] = None,
-    users: Annotated[int | None, typer.Option(help="The first so many test users; default: all.")] = None,
-    margin: Annotated[float, typer.Option(help="Relative change that does not matter.")] = 0.01,
+    users: Annotated[int | None, typer.Option(help="Number of test users, from the first; default: all.")] = None,
+    margin: Annotated[float, typer.Option(help="Relative change that counts as equivalent.")] = 0.01,
     top: Annotated[int, typer.Option(help="K of recall@K and NDCG@K.")] = 10,
-    beams: Annotated[int, typer.Option(help="Width of the search.")] = 50,
-    precision: Annotated[str, typer.Option(help="Of what is not quantised: bf16, fp16 or fp32.")] = "fp32",
+    beams: Annotated[int, typer.Option(help="Width of the beam search.")] = 50,
+    precision: Annotated[str, typer.Option(help="Precision of unquantized layers: bf16, fp16 or fp32.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
@@ -49,7 +52,7 @@ def ab(
 
     if online is not None:
         if baseline is not None or candidate is not None:
-            raise ValueError("--online reads an experiment's folder; give no models beside it")
+            raise ValueError("--online reads an experiment's folder and takes no models")
         judge_online(online, margin, lower, out, json_)
         return
     if baseline is None or candidate is None:
@@ -71,7 +74,7 @@ def ab(
 
 
 def judge_online(folder: Path, margin: float, lower: str, out: Path | None, as_json: bool) -> None:
-    """An experiment on live traffic."""
+    """Evaluate an experiment on live traffic, print it, and exit 1 if it went badly."""
     from loka import records
     from loka.serving.online import judge_experiment
 
@@ -85,7 +88,7 @@ def judge_online(folder: Path, margin: float, lower: str, out: Path | None, as_j
 
 
 def describe_online(found: OnlineTest) -> str:
-    """An online test as text."""
+    """Format an online test as text."""
     ratio = "MISMATCH, do not read the metrics" if found.split.mismatch else "no mismatch found"
     lines = [
         f"{found.candidate} against {found.baseline}, experiment {found.salt}",
@@ -105,7 +108,7 @@ def describe_online(found: OnlineTest) -> str:
 
 
 def compare_files(baseline: Path, candidate: Path, margin: float, seed: int) -> PairedTest:
-    """Per-user metrics of any origin."""
+    """Compare two files of per-user metrics, which may come from any system."""
     from loka.inference import compare_arms
 
     (first, a), (second, b) = read_metrics(baseline), read_metrics(candidate)
@@ -115,7 +118,7 @@ def compare_files(baseline: Path, candidate: Path, margin: float, seed: int) -> 
 
 
 def read_metrics(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    """Users and one tensor per metric; every line must have the same metrics, every user one line."""
+    """Return the users and one tensor per metric. Every user has one line, and every line the same metrics."""
     import torch
 
     try:
@@ -137,7 +140,7 @@ def read_metrics(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
             columns.setdefault(name, []).append(value)
     if len(set(users)) < len(users) or not columns:
         raise ValueError(
-            f"{path}: expected one line per user with at least one metric; users repeat or nothing is there"
+            f"{path}: expected one line per user with at least one metric, but a user is repeated or no line was found"
         )
     return torch.tensor(users), {name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()}
 
@@ -156,7 +159,7 @@ def compare_bundles(
     root: Path | None,
     source: Path | None,
 ) -> PairedTest:
-    """Two recommenders on the test users of one data set."""
+    """Compare two recommenders on the test users of one data set."""
     from rich.console import Console
 
     from loka.cli.subject import find_device
@@ -197,7 +200,7 @@ def compare_bundles(
 
 
 def describe(found: PairedTest) -> str:
-    """An offline comparison as a table."""
+    """Format an offline comparison as a table."""
     ratio = found.split
     lines = [
         f"{found.candidate} against {found.baseline}, {found.data}",

@@ -1,12 +1,13 @@
-"""`loka analyze`: what weights and activations look like, models side by side.
+"""`loka analyze`: compare the distributions of weights and activations of several models.
 
-    loka analyze onerec:tiny wukong:small                           built-in models as they are initialised
-    loka analyze runs/onerec runs/ranker model.safetensors          a generative recommender, a `loka train` run, any checkpoint on disk
+    loka analyze onerec:tiny wukong:small                     built-in models as initialized
+    loka analyze runs/onerec runs/ranker model.safetensors    a recommender, a `loka train` run, any checkpoint on disk
     loka analyze runs/onerec pkg.module:factory --out analysis.json
 
-Per layer variance, AbsMax, AbsP99, kurtosis, and the range inside scaling groups; per trained model a verdict: LLM-like, ranker-like or between. Activations are those
-of a few batches of the model's data (--batches); a file has weights only. Published values of rankers and language models are printed beside them and are
-not measured here. `loka report analysis.json` draws the record. Exit 0; 2 for a request that cannot be honoured.
+Reported per layer: variance, AbsMax, AbsP99, kurtosis, and the range inside scaling groups; per trained model: a verdict,
+LLM-like, ranker-like or between. Activations come from a few batches of the model's data (--batches); a file has weights
+only. Published values of rankers and language models are printed for comparison; they are not measured here.
+`loka report analysis.json` plots the record. Exit 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 
 def analyze(
     models: Annotated[list[str], typer.Argument(help="Folder, .safetensors file, family:size or pkg.module:factory.")],
-    data: Annotated[str | None, typer.Option(help="Data for activations; default: the model's.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data for the activations; default: the model's.")] = None,
     batches: Annotated[int, typer.Option(help="Batches of data to run; 0: weights only.")] = 2,
     layers: Annotated[bool, typer.Option("--layers", help="Print every layer, not only the extremes.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
     trained: Annotated[
-        bool, typer.Option("--trained", help="What pkg.module:factory returns is trained: give it a verdict.")
+        bool, typer.Option("--trained", help="pkg.module:factory returns a trained model: give it a verdict.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of untrained models.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of untrained models.")] = 0,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Distributions of weights and activations, with a verdict per model."""
+    """Summarize the distributions of weights and activations, with a verdict per model."""
     from loka import records
     from loka.ptq import REFERENCES
 
@@ -43,7 +44,7 @@ def analyze(
         raise ValueError(f"--batches {batches}: expected 0 or more")
     if trained and not any("." in model.partition(":")[0] and ":" in model for model in models):
         raise ValueError(
-            "--trained speaks of pkg.module:factory, and none was given; runs and files are trained, built-in models are not"
+            "--trained applies to pkg.module:factory, and none was given; runs and files are trained, built-in models are not"
         )
     found = [look(model, data, batches, seed, data_root, source, trained) for model in models]
     record = records.Analysis(models=found, references=REFERENCES, environment=records.capture_environment())
@@ -55,7 +56,7 @@ def analyze(
 def look(
     model: str, data: str | None, batches: int, seed: int, root: Path | None, source: Path | None, trained: bool = False
 ) -> ModelStats:
-    """One model, by whatever its name names."""
+    """Analyze one model, given as a folder, a file, `family:size` or `pkg.module:factory`."""
     from loka.inference import is_bundle
     from loka.ptq import analyze_checkpoint, analyze_model
 
@@ -87,7 +88,7 @@ def look(
 
 
 def look_at_run(folder: Path, batches: int, root: Path | None, source: Path | None) -> ModelStats:
-    """The best weights of a `loka train` run, on training batches of its data."""
+    """Analyze the best weights of a `loka train` run, on training batches of its data."""
     from loka.cli.train import Order, Recipe, prepare
     from loka.ptq import analyze_model
     from loka.training import TrainConfig
@@ -108,7 +109,7 @@ def look_at_run(folder: Path, batches: int, root: Path | None, source: Path | No
 
 
 def look_at_onerec(model: str, batches: int, seed: int) -> ModelStats:
-    """An untrained OneRec, on random histories: it reads ids, which no data set has by itself."""
+    """Analyze an untrained OneRec on random histories: it reads semantic ids, which data sets do not contain."""
     import torch
 
     from loka.data.batch import Jagged
@@ -132,7 +133,7 @@ def look_at_onerec(model: str, batches: int, seed: int) -> ModelStats:
 
 
 def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | None, source: Path | None) -> ModelStats:
-    """A generative recommender on test histories of its data."""
+    """Analyze a generative recommender on test histories of its data."""
     import numpy as np
     import torch
 
@@ -164,7 +165,7 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
 
 
 def table(record: Analysis, *, every: bool) -> str:
-    """Extremes per model and kind, or every layer."""
+    """Format the extreme layers of each model and kind as a table, or every layer."""
     head = f"{'model':24} {'layer':36} {'kind':10} {'variance':>10} {'AbsMax':>9} {'AbsP99':>9} {'kurtosis':>9} {'crest':>9} {'zeroed':>8}"
     lines = [head]
     for model in record.models:
@@ -181,7 +182,7 @@ def table(record: Analysis, *, every: bool) -> str:
                     f"{x.kurtosis:9.2f} {row.crest_bits:9.1f} {row.underflow:8.2%}"
                 )
     lines.append(
-        "crest: the largest magnitude of a row over its root mean square, in bits (99th percentile); zeroed: what E4M3 with one scale a row rounds to 0"
+        "crest: the largest magnitude of a row over its root mean square, in bits (99th percentile); zeroed: share that E4M3 with one scale per row rounds to 0"
     )
     lines += [f"{m.name}: {m.likeness} ({'; '.join(m.reasons)})" for m in record.models]
     lines += [
@@ -192,5 +193,5 @@ def table(record: Analysis, *, every: bool) -> str:
 
 
 def _shorten(name: str, width: int = 36) -> str:
-    """The end of a long name, which tells layers apart, with a mark that something is missing."""
+    """Truncate a long name at its start, because its end tells layers apart."""
     return name if len(name) <= width else f"…{name[1 - width :]}"

@@ -1,13 +1,15 @@
-"""`loka bench`: every kernel of an op, checked against its definition and timed.
+"""`loka bench`: check every kernel of an op against the reference, and time it.
 
     loka bench kernels                                    scaled_mm on the default shapes, GPU
     loka bench kernels --shapes 2048x1024x1024,512x479x64 --backends torch,triton
     loka bench kernels --op quantize --out benchmarks/results/h200/quantize.json
     loka bench kernels --op fused_linear                  the layer, its training form and its gradient
-    loka bench kernels --op attention --shapes 256x8x320  rows x heads x length; interaction: rows x vectors x width; route: tokens x width x experts
-    loka bench kernels --device cpu --no-isolate          emulation only: the label says so
+    loka bench kernels --op attention --shapes 256x8x320  rows x heads x length
+    loka bench kernels --device cpu --no-isolate          emulation only, and labelled so
 
-Prints bf16, each backend and the roofline per call, then what refused and why. A wrong kernel is not timed: it is listed, and the exit status is 1.
+Shapes are MxKxN for most ops; attention takes rows x heads x length, interaction rows x vectors x width, route tokens x
+width x experts. Prints bf16, each backend and the roofline per call, then which backends do not support the call and
+why. A kernel with wrong results is listed but not timed, and the exit code is 1.
 """
 
 from pathlib import Path
@@ -28,7 +30,7 @@ def kernels(
     op: Annotated[
         str,
         typer.Option(
-            help="Which op of the registry, e.g. scaled_mm, quantize, norm_quantize, fused_linear, attention."
+            help="Op of the kernel registry, e.g. scaled_mm, quantize, norm_quantize, fused_linear, attention."
         ),
     ] = "scaled_mm",
     shapes: Annotated[
@@ -38,7 +40,7 @@ def kernels(
     backends: Annotated[str, typer.Option(help="Comma-separated; default: all but the reference.")] = "",
     device: Annotated[str, typer.Option(help="cuda, or cpu for the emulation.")] = "cuda",
     repeats: Annotated[int, typer.Option(help="Interleaved repeats per call.")] = 31,
-    seconds: Annotated[float, typer.Option(help="Time box of the whole run.")] = 600.0,
+    seconds: Annotated[float, typer.Option(help="Time limit of the whole run.")] = 600.0,
     isolate: Annotated[bool, typer.Option(help="Run backends in child processes.")] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the record to this file.")] = None,
@@ -70,7 +72,7 @@ def _list(text: str) -> tuple[str, ...] | None:
 
 
 def parse_shapes(text: str) -> list[tuple[int, int, int]]:
-    """ "MxKxN,MxKxN" as tuples."""
+    """Parse "MxKxN,MxKxN"."""
     shapes = []
     for part in text.split(","):
         numbers = part.strip().split("x")

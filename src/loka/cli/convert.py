@@ -1,11 +1,12 @@
-"""`loka convert`: put a model into low precision by a plan or a recipe, say what that did, and keep the result.
+"""`loka convert`: convert a model to low precision by a plan or a recipe, report the changes, and save the result.
 
     loka convert wukong:tiny --recipe rowwise
     loka convert wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out converted
     loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'
 
---out gets three files: model.safetensors, a plain state_dict with the names and values the model had; scales.safetensors, what remembered scales need (absent where all scales are
-dynamic); conversion.json, the record of what was converted, what was kept and why. The loss of one batch before and after is a note of it: a look, not a verdict.
+--out receives three files: model.safetensors, a plain state_dict with the original names and values; scales.safetensors,
+the state of delayed or static scales (absent if all scales are dynamic); conversion.json, the record of what was
+converted, what was kept and why. The record notes the loss of one batch before and after, as a quick check only.
 """
 
 from pathlib import Path
@@ -20,25 +21,27 @@ REPORT = "conversion.json"
 def convert(
     model: Annotated[str, typer.Argument(help="wukong:small, or pkg.module:factory.")],
     plan: Annotated[Path | None, typer.Option(help="A plan (JSON), from `loka plan`.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="One recipe at every linear: tensorwise, rowwise, ...")] = None,
-    data: Annotated[str | None, typer.Option(help="A data set, or pkg.module:batches.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="One recipe for every linear: tensorwise, rowwise, ...")] = None,
+    data: Annotated[str | None, typer.Option(help="Data set, or pkg.module:batches.")] = None,
     loss: Annotated[str | None, typer.Option(help="pkg.module:fn(output, targets).")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint folder, or a .safetensors state_dict.")] = None,
-    keep: Annotated[list[str] | None, typer.Option(help="Wildcard over names to leave alone (with --recipe).")] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Wildcard of linears not to convert (with --recipe).")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Backend of the GEMMs: auto with --recipe, what the plan names with --plan.")
+        str | None, typer.Option(help="Backend of the GEMMs; default: auto with --recipe, the plan's with --plan.")
     ] = None,
     scales: Annotated[str, typer.Option(help="dynamic, delayed or static (with --recipe).")] = "dynamic",
     gradients: Annotated[str | None, typer.Option(help="Format of gradients: e4m3 or e5m2 (with --recipe).")] = None,
-    save: Annotated[str, typer.Option(help="What backward keeps of activations: auto, fp8 or high.")] = "auto",
-    steps: Annotated[int | None, typer.Option(help=f"Batches that set delayed or static scales ({STEPS}).")] = None,
-    batch_size: Annotated[int, typer.Option(help="Examples in a batch.")] = 256,
+    save: Annotated[str, typer.Option(help="Precision of activations saved for backward: auto, fp8 or high.")] = "auto",
+    steps: Annotated[
+        int | None, typer.Option(help=f"Batches that set delayed or static scales; default: {STEPS}.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Folder for the converted model.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Convert a model to low precision, by a plan or by a recipe."""
+    """Convert a model to low precision by a plan or a recipe."""
     import msgspec
 
     from loka import records
@@ -80,23 +83,23 @@ def convert(
 
 
 def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps: int | None, out: Path | None) -> None:
-    """Refuse what contradicts itself or cannot be written, before anything is loaded."""
+    """Reject contradictory options and an unwritable --out before anything is loaded."""
     from loka.cli.probe import check_writable
 
     if steps is not None and steps < 1:
         raise ValueError(f"--steps {steps}: expected at least 1")
     if steps is not None and scales == "dynamic":
         raise ValueError(
-            "--steps sets delayed or static scales; dynamic ones need no batch: give --scales, or no --steps"
+            "--steps is for delayed or static scales; dynamic ones need no batch: give --scales, or leave out --steps"
         )
     if keep and plan is not None:
-        raise ValueError("--keep belongs to --recipe: a plan already says which modules")
+        raise ValueError("--keep goes with --recipe: a plan already says which modules to convert")
     if out is not None:
         check_writable("--out", out / REPORT)
 
 
 def _leaving(model: Any, patterns: list[str]) -> Any:
-    """A filter that leaves every linear alone whose name matches; a pattern that matches none is a mistake."""
+    """Return a filter that rejects linears whose name matches a pattern. A pattern without a match is an error."""
     from fnmatch import fnmatchcase
 
     from loka.placing.linears import candidates
@@ -111,9 +114,9 @@ def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None
     """Load the weights of a checkpoint folder or of a .safetensors file.
 
     Args:
-        model: takes them.
+        model: the module to load into.
         path: the folder or file.
-        option: what it was called on the command line, for the error.
+        option: the command-line option that named the path, for error messages.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -127,14 +130,13 @@ def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None
             model.load_state_dict(load_file(path))
     except SafetensorError as error:
         raise ValueError(
-            f"{option} {path}: not a safetensors file, or a damaged one ({error}); expected one, or the folder of a checkpoint"
+            f"{option} {path}: not a safetensors file, or a damaged one ({error}); expected a .safetensors file or the folder of a checkpoint"
         ) from error
     except (RuntimeError, OSError) as error:
         raise ValueError(f"{option} {path}: {error}") from error
 
 
 def _lose(subject: Any, batch: Any) -> float:
-    """The loss of one batch."""
     import torch
 
     with torch.no_grad():
@@ -142,7 +144,7 @@ def _lose(subject: Any, batch: Any) -> float:
 
 
 def _remember(subject: Any, scales: str, steps: int) -> None:
-    """Run batches so that scales have something to remember; weights stay as they are."""
+    """Run batches forward and backward to set delayed or static scales. The weights do not change."""
     from contextlib import nullcontext
     from itertools import islice
 

@@ -1,12 +1,12 @@
-"""`loka data`: list the data sets, get one ready, say what a cache holds.
+"""`loka data`: list the data sets, prepare one, show what a cache holds.
 
     loka data list
     loka data get ml-1m                        # download from the publisher, then preprocess
-    loka data get criteo --from ~/criteo       # preprocess files that are already here
+    loka data get criteo --from ~/criteo       # preprocess local files
     loka data get complete-journey --kind ranking --set size=full
     loka data info ml-1m --verify
 
-Exit 0: fine. 1: `info` found no usable cache, or a damaged one. 2: a request that cannot be honoured.
+Exit 1 if `info` finds a damaged cache or none; 2 if the request is invalid.
 """
 
 import json
@@ -34,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("list")
 def list_(root: Root = None, json_: Json = False) -> None:
-    """List the data sets loka knows, and which are ready."""
+    """List the built-in data sets, and which are cached."""
     from loka.data import CATALOG
     from loka.data.faults import DataError
     from loka.data.loader import list_caches
@@ -71,11 +71,13 @@ def get(
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Use these raw files instead of downloading.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="ranking or sequences; default: all the data set has.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="ranking or sequences; default: every kind the data set has.")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Option of the data set; where it has two kinds, give --kind too."
+            "--set", metavar="KEY=VALUE", help="Option of the data set; if it has two kinds, also give --kind."
         ),
     ] = None,
     max_bad: Annotated[float | None, typer.Option(help="Largest accepted share of bad rows.")] = None,
@@ -127,7 +129,7 @@ def info(
     root: Root = None,
     json_: Json = False,
 ) -> None:
-    """Say what the caches of a data set hold: schema, counts, origin, bad rows, damage."""
+    """Show what the caches of a data set hold: schema, counts, origin, bad rows, damage."""
     from loka.data.catalog import find_entry
     from loka.data.faults import DataError
     from loka.data.loader import list_caches
@@ -195,7 +197,7 @@ def _item_bytes(dtype: str) -> int:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[str, int, int | None], None]]":
-    """Show a bar on stderr, one line per stage."""
+    """Show a progress bar on stderr, labelled with the current stage."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

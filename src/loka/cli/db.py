@@ -1,13 +1,14 @@
-"""`loka db`: the performance database. What was measured, where; merged, exported, pruned, and filled on this machine's GPU.
+"""`loka db`: show, merge, export and prune the database of measured kernel speeds, or fill it on this machine's GPU.
 
     loka db merge rows.json benchmarks/results/h200/scaled_mm.json     exports, benchmark records, other databases
     loka db show --op linear --backend triton
-    loka db show --shipped --json                                      the rows that come with loka
-    loka db tune probe.json --seconds 120            measure what a plan for this machine would look up
+    loka db show --shipped --json                                      the rows that ship with loka
+    loka db tune probe.json --seconds 120                              measure what a plan for this machine needs
     loka db export --device "NVIDIA H200" --out rows.json
     loka db prune --before 2026-01-01
 
-The file is --db, else $LOKA_DB, else loka/performance.sqlite in the user's cache folder. `tune` exits 1 when it measured nothing that was missing.
+The file is --db, else $LOKA_DB, else loka/performance.sqlite in the user's cache folder. `tune` exits 1 if rows were
+missing and it could measure none of them.
 """
 
 from pathlib import Path
@@ -23,7 +24,9 @@ app = typer.Typer(name="db", help="The performance database: show, merge, export
 
 DbOption = Annotated[Path | None, typer.Option("--db", help="The database; default: $LOKA_DB, else the user's cache.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Filter = Annotated[str | None, typer.Option(help="Only these rows.")]
+Op = Annotated[str | None, typer.Option("--op", help="Only rows of this op.")]
+Backend = Annotated[str | None, typer.Option("--backend", help="Only rows of this backend.")]
+Device = Annotated[str | None, typer.Option("--device", help="Only rows measured on this device.")]
 
 
 def _filters(**given: str | None) -> dict[str, Any]:
@@ -33,14 +36,14 @@ def _filters(**given: str | None) -> dict[str, Any]:
 @app.command()
 def show(
     db: DbOption = None,
-    shipped: Annotated[bool, typer.Option("--shipped", help="The rows that come with loka instead.")] = False,
-    op: Filter = None,
-    backend: Filter = None,
-    device: Filter = None,
-    limit: Annotated[int, typer.Option(help="At most so many rows; 0: all.")] = 50,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Show the rows that ship with loka instead.")] = False,
+    op: Op = None,
+    backend: Backend = None,
+    device: Device = None,
+    limit: Annotated[int, typer.Option(help="Largest number of rows; 0: all.")] = 50,
     json_: JsonOption = False,
 ) -> None:
-    """Print rows, newest first, and the machines they are of."""
+    """Print rows, newest first, and the machines they were measured on."""
     import json
 
     import msgspec
@@ -51,7 +54,7 @@ def show(
     if limit < 0:
         raise ValueError(f"--limit {limit}: expected a number of rows, or 0 for all")
     if shipped and db is not None:
-        raise ValueError("--shipped shows the rows that come with loka, --db those of a file: choose one")
+        raise ValueError("--shipped shows the rows that ship with loka, --db those of a file: choose one")
     database = shipped_database() if shipped else Database.open(db, create=False)
     found = list(database.entries(**_filters(op=op, backend=backend, device=device)))
     shown = found[:limit] if limit else found
@@ -80,7 +83,7 @@ def merge(
     db: DbOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Add rows of other files; of a row known to both the newer stays."""
+    """Add rows from other files. Where both have a row, the newer one is kept."""
     import json
 
     from loka.dispatch import Database
@@ -102,7 +105,7 @@ def merge(
 
 
 def _merge(database: "Database", file: Path) -> tuple[int, dict[str, int]]:
-    """Rows written, and rows skipped by reason."""
+    """Merge one file; return the number of rows written, and of rows skipped by reason."""
     import msgspec
 
     from loka.dispatch import Database
@@ -133,9 +136,9 @@ def _merge(database: "Database", file: Path) -> tuple[int, dict[str, int]]:
 def export(
     out: Annotated[Path, typer.Option(help="File to write.")],
     db: DbOption = None,
-    op: Filter = None,
-    backend: Filter = None,
-    device: Filter = None,
+    op: Op = None,
+    backend: Backend = None,
+    device: Device = None,
 ) -> None:
     """Write rows to a JSON file that `loka db merge` reads."""
     from loka.dispatch import Database
@@ -168,15 +171,15 @@ def prune(
 
 @app.command()
 def tune(
-    probe: Annotated[Path, typer.Argument(help="A probe's report (JSON): its sites are measured.")],
+    probe: Annotated[Path, typer.Argument(help="A probe's report (JSON), whose sites are measured.")],
     db: DbOption = None,
-    seconds: Annotated[float, typer.Option(help="Time box.")] = 120.0,
+    seconds: Annotated[float, typer.Option(help="Time limit.")] = 120.0,
     weights: Annotated[str, typer.Option(help="dynamic, or cached for inference.")] = "dynamic",
     backends: Annotated[str, typer.Option(help="Comma-separated; default: all but the reference.")] = "",
-    device: Annotated[str, typer.Option(help="cuda, or cpu to hear that there is no GPU.")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda; cpu only reports that a GPU is needed.")] = "cuda",
     json_: JsonOption = False,
 ) -> None:
-    """Measure, on this machine, the rows that a plan for it would look up and not find."""
+    """Measure the rows that a plan for this machine needs and the database does not have."""
     import json
     from dataclasses import asdict
 

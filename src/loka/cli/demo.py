@@ -1,9 +1,11 @@
-"""`loka demo`: the whole job in one command, on the embedded real data.
+"""`loka demo`: run the whole workflow in one command, on the embedded real data.
 
     loka demo
     loka demo --out runs/mine --steps 800 --seed 3
 
-Trains a small Wukong (on a GPU a wide DLRM), tunes it (`loka.tune`), trains on by the plan in FP8 (emulated on a CPU) and in naive FP8, compares, estimates what FP8 would bring on an H200, and writes OUT/report.html. Interrupted and run again it continues.
+Trains a small Wukong (on a GPU a wide DLRM), tunes it (`loka.tune`), continues training in planned FP8 (emulated on a
+CPU) and in naive FP8, compares the results, estimates the gain of FP8 on an H200, and writes OUT/report.html. If it was
+interrupted, running it again continues.
 """
 
 import json
@@ -22,16 +24,16 @@ if TYPE_CHECKING:
 
     from loka.demo.callbacks import Talk
 
-TELL_EVERY = 30.0  # seconds between lines about one station
+TELL_EVERY = 30.0  # seconds between log lines about the same station
 _LABELS = {
     "train": "train in float32",
     "tune": "tune",
     "size": "estimate speeds on a GPU",
     "swap": "swap FP8 into the checkpoint",
-    "high": "train on in float32",
-    "control": "train on in float32 once more",
-    "planned": "train on in planned FP8",
-    "naive": "train on in naive FP8",
+    "high": "continue in float32",
+    "control": "continue in float32 once more",
+    "planned": "continue in planned FP8",
+    "naive": "continue in naive FP8",
     "compare": "compare on the test split",
     "report": "write the report",
 }
@@ -40,20 +42,22 @@ _LABELS = {
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, records and the report.")] = Path("runs/demo"),
     steps: Annotated[
-        int | None, typer.Option(help="Steps in float32 before the fork; 400 on a CPU, 120 larger ones on a GPU.")
+        int | None, typer.Option(help="Steps in float32 before the runs fork; default: 400 on a CPU, 120 on a GPU.")
     ] = None,
-    more_steps: Annotated[int | None, typer.Option(help="Steps of each continuation; 200 or 40.")] = None,
+    more_steps: Annotated[
+        int | None, typer.Option(help="Steps of each run after the fork; default: 200 on a CPU, 40 on a GPU.")
+    ] = None,
     size: Annotated[
         str | None,
         typer.Option(
-            help="On a CPU of a Wukong: tiny, small (the default), wide, plain; on a GPU of a DLRM: tiny, small, large, wide (the default)."
+            help="Model size. CPU (Wukong): tiny, small (default), wide, plain. GPU (DLRM): tiny, small, large, wide (default)."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, data order and resampling.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda; on a GPU speed is measured.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and resampling.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; speed is measured on a GPU only.")] = "auto",
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train, tune, train on in FP8, compare, report: the whole job on real data, in under three minutes on two cores."""
+    """Train, tune, continue in FP8, compare and report, on real data, in under three minutes on two cores."""
     from loka.cli.subject import find_device
     from loka.demo import Demo, DemoConfig
 
@@ -73,7 +77,7 @@ def demo(
 
 
 def _spell(given: dict[str, Any]) -> list[str]:
-    """The options that were given, as one would type them; the default seed is not worth saying."""
+    """Return the given options as words of a command line, without the default seed and device."""
     return [
         word
         for name, value in given.items()
@@ -102,7 +106,7 @@ def _to_json(result: Any) -> dict[str, Any]:
 
 @contextmanager
 def _talking() -> Iterator["Talk"]:
-    """Bars for people who watch, lines for a log."""
+    """Yield a progress callback: bars in a terminal, lines in a log."""
     if sys.stderr.isatty():
         with _progress() as bar:
             yield _Talk(bar)
@@ -111,13 +115,13 @@ def _talking() -> Iterator["Talk"]:
 
 
 class Lines:
-    """A line when a station begins, and one for every half minute it takes."""
+    """Log a line when a station begins, and one every `TELL_EVERY` seconds while it runs."""
 
     def __init__(self) -> None:
         self._station, self._begun, self._told = "", time.monotonic(), 0.0
 
     def __call__(self, station: str, done: int, total: int | None) -> None:
-        """How far a station is; total None where that is unknown."""
+        """Report the progress of a station; `total` is None if unknown."""
         now = time.monotonic()
         if station == self._station and now - self._told < TELL_EVERY:
             return
@@ -148,7 +152,7 @@ def _progress() -> "Progress":
 
 
 class _Talk:
-    """One bar per station, moved at most ten times a second."""
+    """Show one bar per station, updated at most ten times a second."""
 
     def __init__(self, bar: "Progress") -> None:
         self._bar, self._task, self._station, self._drawn = bar, None, "", 0.0  # type: Progress, Any, str, float

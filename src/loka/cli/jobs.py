@@ -1,4 +1,7 @@
-"""Jobs: how batches of one kind of data are opened, run through a model, and scored. A built-in ranking or sequence data set, or a user's own batches."""
+"""Jobs open the batches of one kind of data, run them through a model, and score them.
+
+There is one for built-in ranking data sets, one for built-in sequence data sets, and one for a user's own batches.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter, signature
@@ -13,34 +16,34 @@ Values = Callable[[nn.Module, Any], Tensor]
 
 
 class Job(Protocol):
-    """How batches of one kind of data are opened and run through a model."""
+    """Open the batches of one kind of data and run them through a model."""
 
     data: str
-    held_out: bool
-    metrics: Mapping[str, Values]  # per example, on held-out batches; the first is the default
+    held_out: bool  # whether "valid" and "test" hold other examples than "train"
+    metrics: Mapping[str, Values]  # one value per example, on held-out batches; the first is the default
 
     def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass over a split."""
+        """Yield the batches of one pass over a split."""
         ...
 
     def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """The training loss, a scalar."""
+        """Return the training loss, a scalar."""
         ...
 
     def group(self, batch: Any) -> Tensor | None:
-        """The unit of independence of every example (user, household); None where unknown."""
+        """Return the independent unit (user, household) of every example, or None if unknown."""
         ...
 
 
 def per_example(losses: Tensor, count: int) -> Tensor:
-    """One number per example: the mean over everything else; a scalar stays one number."""
+    """Reduce losses to one number per example by averaging all other dimensions; a scalar stays one number."""
     if losses.dim() == 0 or losses.shape[0] != count:
         return losses.reshape(1) if losses.numel() == 1 else losses.reshape(-1)
     return losses.reshape(count, -1).mean(1)
 
 
 class RankingJob:
-    """A built-in ranking data set: the model is called with the whole Batch and returns logits."""
+    """A built-in ranking data set. The model is called with a whole Batch and returns logits."""
 
     held_out = True
 
@@ -55,11 +58,11 @@ class RankingJob:
     ) -> None:
         self.data, self.opened, self._loss = data, opened, loss
         self._batch_size, self._seed = batch_size, seed
-        self._own = own  # name of a user's model, which may not take a Batch
+        self._own = own  # name of a user's model, which may not accept a Batch
         self.metrics: Mapping[str, Values] = {"log loss": self._losses}
 
     def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass; only training is shuffled."""
+        """Yield the batches of one pass; only training batches are shuffled."""
         training = split == "train"
         part = getattr(self.opened, split)
         yield from part.batches(self._batch_size, shuffle=training, seed=self._seed, drop_last=training, epoch=epoch)
@@ -72,7 +75,7 @@ class RankingJob:
                 raise
             raise ValueError(
                 f"{self._own} was called with a Batch of {self.data} and cannot take it ({error}); "
-                "hint: --data pkg.module:batches gives your model what it takes"
+                "hint: --data pkg.module:batches passes your model its own inputs"
             ) from error
         return per_example(self._loss(output, batch.labels), batch.size)
 
@@ -81,13 +84,13 @@ class RankingJob:
         return self._losses(model, batch).mean()
 
     def group(self, batch: Any) -> Tensor | None:
-        """The user of every example."""
+        """Return the user of every example."""
         found: Tensor = batch.group
         return found
 
 
 class SequenceJob:
-    """A built-in sequence data set: next-item training, scored on held-out items of every user."""
+    """A built-in sequence data set: next-item training, scored on the held-out items of every user."""
 
     held_out = True
 
@@ -97,14 +100,14 @@ class SequenceJob:
         self.metrics: Mapping[str, Values] = {"loss": self._losses, "recall@10": self._recall}
 
     def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass over the users."""
+        """Yield the batches of one pass over the users."""
         part, training = getattr(self.opened, split), split == "train"
         yield from part.batches(
             self._batch_size, shuffle=training, seed=self._seed, max_length=self._length, epoch=epoch
         )
 
     def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean cross-entropy of every position's next item."""
+        """Return the mean cross-entropy of the next item over all positions."""
         from loka.models.hstu import next_item_loss
 
         loss: Tensor = next_item_loss(self._scores(model, batch, last=False), batch.history)
@@ -116,10 +119,10 @@ class SequenceJob:
         return scores
 
     def _targets(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """(user, item) of every held-out item."""
+        """Return user and item of every held-out item."""
         lengths = batch.targets.lengths
         if not bool((lengths > 0).any()):
-            raise ValueError("these batches hold no item out: score valid or test, not train")
+            raise ValueError("these batches have no held-out items: score valid or test, not train")
         return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths), batch.targets.values
 
     def _mean_by_user(self, values: Tensor, batch: Any, user: Tensor) -> Tensor:
@@ -129,24 +132,24 @@ class SequenceJob:
         return found
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross-entropy of a user's held-out items, their mean; a user without one counts 0 on both sides of a pair."""
+        """Return the mean cross-entropy of each user's held-out items; 0 for a user without any, in every model alike."""
         user, item = self._targets(batch)
         scores = torch.log_softmax(self._scores(model, batch, last=True)[:, 1:], dim=1)
         return self._mean_by_user(-scores[user, item - 1], batch, user)
 
     def _recall(self, model: nn.Module, batch: Any) -> Tensor:
-        """The share of a user's held-out items among the ten best."""
+        """Return the share of each user's held-out items that are among the ten best."""
         user, item = self._targets(batch)
         best = self._scores(model, batch, last=True)[:, 1:].topk(10, dim=1).indices + 1
         return self._mean_by_user((best[user] == item[:, None]).any(1).float(), batch, user)
 
     def group(self, batch: Any) -> Tensor | None:
-        """One example per user: every one is independent."""
+        """Return None: there is one example per user, so all are independent."""
         return None
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    """A model's output for the inputs of a user's batch."""
+    """Call a model with the inputs of a user's batch: a tensor, a tuple (*args) or a dict (**kwargs)."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
@@ -167,10 +170,10 @@ class OwnJob:
         parameters = signature(function).parameters.values()
         self.held_out = any(p.name == "split" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
         self.metrics: Mapping[str, Values] = {"loss": self._losses}
-        self._fits = False  # a batch has been through the model
+        self._fits = False  # whether a batch has been through the model
 
     def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass; the seed moves with the epoch, for a callable that takes one."""
+        """Yield the batches of one pass. A callable that takes a seed gets seed + epoch."""
         offers = {"split": split, "batch_size": self._batch_size, "seed": self._seed + epoch}
         for batch in quietly(call_with(self._function, self.data, **offers)):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -182,12 +185,12 @@ class OwnJob:
         try:
             losses = self._loss(_call(model, inputs), targets)
         except (TypeError, RuntimeError) as error:
-            # Only the first batch, before anything was converted: what fails later is somebody else's to handle or to report.
+            # Only the first batch, before anything is converted. Later errors are not about the shape of the inputs.
             if self._fits or blame(error) is not None or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
                 f"a batch of {self.data} does not go through the model and the loss: {type(error).__name__}: {error}; "
-                "inputs that are a tensor are one argument of the model, a tuple *args, a dict **kwargs"
+                "hint: a tensor is passed as one argument of the model, a tuple as *args, a dict as **kwargs"
             ) from error
         self._fits = True
         return per_example(losses, targets.shape[0] if isinstance(targets, Tensor) and targets.dim() else 1)
@@ -197,5 +200,5 @@ class OwnJob:
         return self._losses(model, batch).mean()
 
     def group(self, batch: Any) -> Tensor | None:
-        """Unknown."""
+        """Return None: unknown."""
         return None

@@ -1,11 +1,13 @@
-"""`loka load`: open-loop traffic against a server, with latencies that hide nothing.
+"""`loka load`: send open-loop traffic to a server and measure latency, free of coordinated omission.
 
     loka load http://127.0.0.1:8000 --model onerec --rate 100 --seconds 20 --sla 50ms
     loka load http://127.0.0.1:8000 --model onerec --rate 200 --seconds 20 --arrivals uniform --out load.json --report load.html
     loka load http://127.0.0.1:8000 --model ranker --rate 50 --seconds 10 --rows 512
 
-Requests leave when they are due; latency counts from then, so a server that stalls cannot hide who would have asked meanwhile. Requests are random and their users are simulated, which the server writes down. Exit 0; 1 when
-more than --late of the accepted were late, a connection broke, or the server would not take what was sent (any status but 200 and 429, which sheds load); 2 for a request that cannot be honoured.
+Requests are sent on schedule and latency counts from the scheduled time, so a server that stalls cannot delay the load
+and hide the stall. Requests are random; their users are marked as simulated, and the server records that. Exit 1 if more
+than --late of the accepted requests were late, a connection broke, or the server rejected requests (any status but 200
+and 429, which is load shedding); 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -23,25 +25,25 @@ if TYPE_CHECKING:
 
 
 def load(
-    url: Annotated[str, typer.Argument(help="Of the server: http://host:port.")],
-    model: Annotated[str, typer.Option(help="Name of the model, as the server knows it.")],
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 50.0,
-    seconds: Annotated[float, typer.Option(help="How long.")] = 10.0,
-    sla: Annotated[str, typer.Option(help="Within which an answer is good: 50ms.")] = "100ms",
-    arrivals: Annotated[str, typer.Option(help="poisson or uniform.")] = "poisson",
-    requests: Annotated[Path | None, typer.Option(help="Bodies to send, one JSON object a line, in turn; default: random ones.")] = None,
+    url: Annotated[str, typer.Argument(help="URL of the server: http://host:port.")],
+    model: Annotated[str, typer.Option(help="Name of the model on the server.")],
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 50.0,
+    seconds: Annotated[float, typer.Option(help="Duration of the test.")] = 10.0,
+    sla: Annotated[str, typer.Option(help="Latency limit of a good answer, e.g. 50ms.")] = "100ms",
+    arrivals: Annotated[str, typer.Option(help="Arrival process: poisson or uniform.")] = "poisson",
+    requests: Annotated[Path | None, typer.Option(help="Request bodies to send in turn, one JSON object per line; default: random ones.")] = None,
     items: Annotated[int, typer.Option(help="Length of a random history.")] = 50,
-    vocabulary: Annotated[int, typer.Option(help="Random items and ids are 1 to this.")] = 1000,
+    vocabulary: Annotated[int, typer.Option(help="Largest random item or id, from 1.")] = 1000,
     rows: Annotated[int, typer.Option(help="Rows of a random request to a ranker.")] = 100,
-    users: Annotated[int, typer.Option(help="Different simulated users.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of arrivals and random requests.")] = 0,
+    users: Annotated[int, typer.Option(help="Number of simulated users.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and random requests.")] = 0,
     token: Annotated[str | None, typer.Option(envvar="LOKA_TOKEN", help="Bearer token.")] = None,
-    late: Annotated[float, typer.Option(help="Share of late answers that is accepted.")] = 0.01,
+    late: Annotated[float, typer.Option(help="Largest accepted share of late answers.")] = 0.01,
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page with the plot here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with the plot here.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:  # fmt: skip
-    """Send open-loop traffic to a server and measure its answers."""
+    """Send open-loop traffic to a server and measure its latency."""
     import asyncio
 
     from loka import records
@@ -73,7 +75,7 @@ def load(
 
 
 def read_bodies(path: Path) -> Callable[[int, random.Random], bytes]:
-    """The lines of a file, in turn."""
+    """Return a function that yields the lines of a file as request bodies, in turn."""
     lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{path}: no requests in it")
@@ -81,7 +83,7 @@ def read_bodies(path: Path) -> Callable[[int, random.Random], bytes]:
 
 
 def tell(found: LoadTest) -> str:
-    """A load test as text."""
+    """Format a load test as text."""
 
     def spell(quantiles: dict[str, float]) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in quantiles.items()) or "none"

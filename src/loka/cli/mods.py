@@ -1,11 +1,11 @@
-"""`loka mods`: what rewrites there are, what they would do to a model, and which ones a probe's findings speak for.
+"""`loka mods`: list model rewrites, show what they would do to a model, and suggest some from a probe's report.
 
     loka mods list
     loka mods apply --model wukong:tiny --data synthetic --mods no_bias,block_norm,hard_swish
     loka mods apply --model mypkg.net:make --data mypkg.net:batches --mods align_shapes --json
     loka mods suggest probe.json
 
-`apply` is a dry run that prints the summary: mods change a model in memory. To train with them, `loka train --mods ...`; in code, `loka.mods.apply`.
+`apply` is a dry run that prints the summary. To train with mods use `loka train --mods ...`; in code `loka.mods.apply`.
 """
 
 import json
@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("list")
 def list_mods(json_: Json = False) -> None:
-    """List the mods and what each does to the function a model computes."""
+    """List the mods, and whether each changes the function that a model computes."""
     from loka import mods
 
     rows = []
@@ -39,18 +39,18 @@ def list_mods(json_: Json = False) -> None:
 @app.command("apply")
 def apply_mods(
     mods: Annotated[str, typer.Option(help="Mods, comma-separated, in order.")] = "no_bias,block_norm,hard_swish",
-    model: Annotated[str, typer.Option(help="Family:size, or pkg.module:factory.")] = "wukong:tiny",
+    model: Annotated[str, typer.Option(help="family:size, or pkg.module:factory.")] = "wukong:tiny",
     data: Annotated[
-        str | None, typer.Option(help="Data set, or pkg.module:batches; tells the order of modules.")
+        str | None, typer.Option(help="Data set, or pkg.module:batches; run once to find the order of modules.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. activation=silu.")] = None,
     data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=1000.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File to write the summary to.")] = None,
     json_: Json = False,
 ) -> None:
-    """Say what mods would change in a model, what they would leave, and why."""
+    """Show what mods would change in a model, what they would leave unchanged, and why."""
     from loka import records
     from loka.cli.subject import load_subject
     from loka.cli.train import parse_options
@@ -77,7 +77,7 @@ def _apply(subject: Any, names: str) -> Any:
     from loka import mods
 
     example = _example(subject)
-    with redirect_stdout(sys.stderr):  # mods run the model, which may be a user's and print
+    with redirect_stdout(sys.stderr):  # mods run the model, which may be a user's and may print
         return mods.apply(subject.model, names, example=example, model_name=subject.name)
 
 
@@ -92,7 +92,7 @@ def _example(subject: Any) -> Any:
 def suggest(
     probe: Annotated[Path, typer.Argument(help="A probe's report (JSON).")],
     model: Annotated[
-        str | None, typer.Option(help="The probed model: for mods that depend on what feeds a site.")
+        str | None, typer.Option(help="The probed model, for mods that depend on what feeds a site.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="Data set, or pkg.module:batches, for --model.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. activation=silu.")] = None,
@@ -100,7 +100,7 @@ def suggest(
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     json_: Json = False,
 ) -> None:
-    """Propose mods from what a probe saw. Exit 1: there is something to propose."""
+    """Suggest mods from a probe's report. Exit 1 if there are suggestions."""
     from dataclasses import asdict
 
     from loka import mods, records
@@ -123,7 +123,7 @@ def suggest(
 
 
 def _suggest_for(record: Any, model: str, data: Any, set_: Any, data_option: Any, root: Any) -> Any:
-    """Suggestions for a model that is at hand: it is run once on a batch."""
+    """Suggest mods for a model that can be loaded; it is run once on a batch."""
     from loka import mods
     from loka.cli.subject import load_subject
     from loka.cli.train import parse_options

@@ -1,7 +1,8 @@
-"""A user's own code on the command line: found by `pkg.module:name`, given what it asks for by name, its prints on stderr.
+"""Load and call a user's own code, named `pkg.module:name` on the command line.
 
-Modules are found from the working folder first, as `python -m` would. stdout is data: what a user's code prints while it is imported, called or iterated goes to stderr.
-Where an exception comes out of a user's code, the command line says so, with file and line (`blame`): it is no internal error of loka.
+Modules are searched in the working folder first, as with `python -m`. stdout is for results, so whatever the user's code
+prints while it is imported, called or iterated goes to stderr. An exception raised in the user's code is reported as
+such, with file and line (`blame`), not as an internal error of loka.
 """
 
 import os
@@ -16,11 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_PACKAGES: set[str] = set()  # top-level names of the modules that a user named
+_PACKAGES: set[str] = set()  # top-level packages of the modules that the user named
 
 
 def find_object(path: str) -> Any:
-    """What `pkg.module:name` names; the working folder is searched first."""
+    """Import the object named by `pkg.module:name`, searching the working folder first."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"expected pkg.module:name, got {path!r}")
@@ -35,7 +36,7 @@ def find_object(path: str) -> Any:
         raise ValueError(
             f"{path}: cannot import {error.name!r} (the working folder is searched too){_name_families(module_name)}"
         ) from error
-    except SyntaxError as error:  # no line of it ran, so no traceback names the file
+    except SyntaxError as error:  # no line of the file ran, so the traceback does not name it
         raise ValueError(f"{path}: {error.filename}, line {error.lineno}: {error.msg}") from error
     found: Any = module
     for part in name.split("."):
@@ -46,26 +47,22 @@ def find_object(path: str) -> Any:
 
 
 def _name_families(module_name: str) -> str:
-    """What else a plain word may have meant: a size of a built-in family."""
+    """Return a hint with the built-in families, which a word without a dot may have been meant to be."""
     from loka.models import names
 
     return "" if "." in module_name else f", and no built-in family has that name: {', '.join(names())}"
 
 
 def forget() -> None:
-    """Begin anew: no module was named yet. For a process that runs several commands."""
+    """Forget the modules that were named, for a process that runs several commands."""
     _PACKAGES.clear()
 
 
 def blame(error: BaseException) -> str | None:
-    """Where in a user's own code an exception came up: file and line; None where it came up in loka.
+    """Return where in the user's own code an exception was raised (file and line), or None if it was raised in loka.
 
-    Args:
-        error: what was raised.
-
-    Returns:
-        The innermost frame decides, torch's and other libraries' left out: a model whose forward gets a shape wrong is to blame, and a
-        converted linear that it calls is not its fault.
+    The innermost frame of either decides; frames of torch and other libraries are skipped. So a wrong shape in the user's
+    forward is the user's error, and an error in a converted linear that it calls is loka's.
     """
     found = None
     for frame, line in walk_tb(error.__traceback__):
@@ -78,7 +75,7 @@ def blame(error: BaseException) -> str | None:
 
 
 def call_with(function: Callable[..., Any], path: str, **offers: Any) -> Any:
-    """Call a user's function with those of the offers that it has parameters for."""
+    """Call a user's function with those of `offers` that it has parameters for."""
     if not callable(function):
         raise ValueError(f"{path}: expected a callable, got {type(function).__name__}")
     parameters = signature(function).parameters.values()
@@ -93,7 +90,7 @@ def call_with(function: Callable[..., Any], path: str, **offers: Any) -> Any:
 
 
 def find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
-    """fn(output, targets) by its name; without one, binary cross-entropy of logits."""
+    """Import fn(output, targets); without a name, return binary cross-entropy of logits."""
     if path is None:
         return _cross_entropy
     found = find_object(path)
@@ -117,9 +114,11 @@ def _cross_entropy(output: Any, targets: Any) -> Tensor:
 
 
 def build_own(model: str, options: dict[str, Any], **offers: Any) -> nn.Module:
-    """A user's model from its factory."""
+    """Build a user's model with its factory."""
     if options:
-        raise ValueError(f"{model} is your own: model options {sorted(options)} belong in the factory")
+        raise ValueError(
+            f"{model} is your own model, which takes no options {sorted(options)}; set them in the factory"
+        )
     network = call_with(find_object(model), model, **offers)
     if not isinstance(network, nn.Module):
         raise ValueError(f"{model}: expected an nn.Module, got {type(network).__name__}")
@@ -127,12 +126,12 @@ def build_own(model: str, options: dict[str, Any], **offers: Any) -> nn.Module:
 
 
 def quietly(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches; what is printed while one is made goes to stderr."""
-    making = iter(batches)
+    """Yield the same batches, with anything printed while one is made redirected to stderr."""
+    iterator = iter(batches)
     while True:
         with redirect_stdout(sys.stderr):
             try:
-                batch = next(making)
+                batch = next(iterator)
             except StopIteration:
                 return
         yield batch

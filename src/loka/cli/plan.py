@@ -1,4 +1,4 @@
-"""`loka plan`, `loka explain`, `loka diff`, `loka translate`: make a plan from a probe's report, ask it why, compare two, hand it to other tools.
+"""`loka plan`, `explain`, `diff`, `translate`: make a plan from a probe's report, explain, compare and translate plans.
 
     loka plan probe.json --accuracy-only --out plan.json
     loka plan probe.json --target "NVIDIA H200" --row-factor 16         speeds from the rows that ship with loka
@@ -8,7 +8,7 @@
     loka diff plan.json other.json
     loka translate plan.json torchao
 
-`loka diff` exits 1 when the plans differ, as diff does.
+`loka diff` exits 1 if the plans differ, as diff does.
 """
 
 from pathlib import Path
@@ -24,29 +24,34 @@ PlanFile = Annotated[Path, typer.Argument(help="A plan (JSON).")]
 
 def plan(
     probe: Annotated[Path, typer.Argument(help="A probe's report (JSON).")],
-    max_error: Annotated[float | None, typer.Option(help="Limit of MERE, forward; default: the report's.")] = None,
+    max_error: Annotated[
+        float | None, typer.Option(help="Limit of the forward error (MERE); default: the report's.")
+    ] = None,
     max_gradient_error: Annotated[
-        float | None, typer.Option(help="Limit of relative L2, gradients; default: the report's.")
+        float | None, typer.Option(help="Limit of the relative L2 error of gradients; default: the report's.")
     ] = None,
     min_speedup: Annotated[
         float | None,
-        typer.Option(help="Least speed-up over bf16 worth converting for; default: 1.05.", show_default=False),
+        typer.Option(help="Smallest speedup over bf16 worth converting for; default: 1.05.", show_default=False),
     ] = None,
     accuracy_only: Annotated[bool, typer.Option("--accuracy-only", help="Ignore speed; the plan says so.")] = False,
     target: Annotated[
-        str | None, typer.Option(help="Device to plan for, with database rows, e.g. 'NVIDIA H200'.")
+        str | None, typer.Option(help="Device to plan for, from rows of the database, e.g. 'NVIDIA H200'.")
     ] = None,
     db: Annotated[
-        Path | None, typer.Option(help="Rows of --target; default: those that ship and your own (loka db).")
+        Path | None,
+        typer.Option(help="Database with rows of --target; default: the shipped rows and your own (loka db)."),
     ] = None,
     weights: Annotated[
-        str, typer.Option(help="Rows of --target: weights quantised in every call (dynamic) or before (cached).")
+        str, typer.Option(help="On --target, weights are quantized in every call (dynamic) or once (cached).")
     ] = "dynamic",
-    row_factor: Annotated[float, typer.Option(help="Rows per call on --target over those Probe saw.")] = 1.0,
-    recipe: Annotated[str, typer.Option(help="auto, or the one recipe to keep to.")] = "auto",
+    row_factor: Annotated[
+        float, typer.Option(help="Rows per call on --target, as a multiple of those in the report.")
+    ] = 1.0,
+    recipe: Annotated[str, typer.Option(help="auto, or the only recipe to use.")] = "auto",
     max_metric_change: Annotated[
         float | None,
-        typer.Option(help="Budget of the end metric, relative (0.001 is 0.1 %); needs measured sensitivity."),
+        typer.Option(help="Largest relative change of the end metric (0.001 is 0.1 %); needs measured sensitivity."),
     ] = None,
     override: Annotated[list[str] | None, typer.Option(help="WILDCARD=RECIPE, WILDCARD=auto or WILDCARD=high.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the plan to.")] = None,
@@ -81,7 +86,7 @@ def plan(
 
 
 def _rows(db: Path | None) -> "Database":
-    """The named database; without one the rows that ship and those of the user's own, where there is one."""
+    """Open the named database; without a name, return the shipped rows merged with the user's own, if any."""
     from loka.dispatch import Database
     from loka.dispatch.database import default_path
     from loka.dispatch.speed import shipped_database
@@ -96,7 +101,7 @@ def _rows(db: Path | None) -> "Database":
 
 
 def parse_overrides(texts: list[str]) -> dict[str, str]:
-    """`WILDCARD=RECIPE`, the first that matches a site decides."""
+    """Parse `WILDCARD=RECIPE` pairs. The first wildcard that matches a site decides."""
     overrides = {}
     for text in texts:
         pattern, separator, recipe = text.rpartition("=")
@@ -110,11 +115,11 @@ def explain(
     file: PlanFile,
     site: Annotated[
         str | None,
-        typer.Argument(help="Name of the site, unit, table or collective; without one, the whole plan in short."),
+        typer.Argument(help="Name of a site, unit, table or collective; default: summarize the whole plan."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print what runs there as JSON.")] = False,
 ) -> None:
-    """Say what a plan runs, or why a site runs what it runs."""
+    """Summarize a plan, or explain what one site runs and why."""
     import msgspec
 
     from loka import records
@@ -125,7 +130,9 @@ def explain(
         text = records.to_json(loaded).decode()
     elif json_ and site is not None:
         named: dict[str, Any] = {p.name: p for p in (*loaded.parts, *loaded.units)} | {s.site: s for s in loaded.sites}
-        text = msgspec.json.encode(loaded.unit_of(site) or named[site]).decode()  # in a unit, that is what runs
+        text = msgspec.json.encode(
+            loaded.unit_of(site) or named[site]
+        ).decode()  # a site inside a unit runs as that unit
     typer.echo(text)
 
 
@@ -134,7 +141,7 @@ def diff(
     after: PlanFile,
     json_: Annotated[bool, typer.Option("--json", help="Print the differences as a JSON list.")] = False,
 ) -> None:
-    """Say what changed from one plan to another."""
+    """Show what changed from one plan to another."""
     import json
 
     from loka import records
@@ -153,7 +160,7 @@ def translate(
     to: Annotated[str, typer.Argument(help="torchao, transformer-engine, llm-compressor or modelopt.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
 ) -> None:
-    """Say a plan in another tool's words: a filter, a YAML, an ignore list."""
+    """Translate a plan into another tool's configuration: a filter, a YAML file, an ignore list."""
     from loka import dispatch, records
 
     text = dispatch.export(records.load(file, records.Plan), to)

@@ -1,13 +1,13 @@
-"""`loka probe`: train a model for a while with a probe attached, then say which of its GEMMs are safe, and fast, in FP8.
+"""`loka probe`: train a model for a while with a probe attached, then report which GEMMs are safe and fast in FP8.
 
     loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json
     loka probe --model hstu:small --data ml-1m --steps 300 --metric recall@10 --out hstu.json
     loka probe --model mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --steps 50 --samples 10 --out mine.json
     loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json --resume        after Ctrl-C, or to evaluate again
 
-stdout carries the table (with `--json` the record), stderr the talk. With `--out` the report is written there, and beside it
-`<out>.state.safetensors`: the model, its optimiser and everything the probe has learned, after training or at Ctrl-C. `--resume` continues from it.
-Exit 0: done. 1: the loss became NaN or infinite, or no site could be measured. 2: the request cannot be honoured.
+stdout carries the table (with `--json` the record). `--out` is the report. After training or at Ctrl-C the state of the
+model, its optimizer and the probe is written next to it, to `<out>.state.safetensors`; `--resume` continues from there.
+Exit 1 if the loss became NaN or infinite, or no site could be measured; 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from loka.training import Optimizers
 
 STATE = ".state.safetensors"
-TELL_EVERY = 2.0  # seconds between lines of talk
+TELL_EVERY = 2.0  # seconds between progress lines
 
 
 @dataclass(frozen=True)
 class Job:
-    """What decides what is learned: a state of another job is not continued."""
+    """The settings that determine what the probe learns. `--resume` rejects the state of another job."""
 
     model: str
     data: str | None
@@ -59,11 +59,12 @@ def probe(
     loss: Annotated[str | None, typer.Option(help="pkg.module:fn(output, targets); default: BCE of logits.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps to watch.")] = 200,
     batch_size: Annotated[int, typer.Option(help="Examples (sequence models: users) per batch.")] = 512,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
-    every: Annotated[int, typer.Option(help="Every site is looked at once in so many steps.")] = 20,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    every: Annotated[int, typer.Option(help="Observe every site once in this many steps.")] = 20,
     rows: Annotated[int, typer.Option(help="Real rows kept per site.")] = 512,
     kind: Annotated[
-        list[str] | None, typer.Option(help="Sites: linear, grouped, mixed, batched, lookup; default: linear.")
+        list[str] | None,
+        typer.Option(help="Kind of sites: linear, grouped, mixed, batched or lookup; default: linear."),
     ] = None,
     samples: Annotated[int, typer.Option(help="Draws per distribution and GEMM.")] = 100,
     recipe: Annotated[
@@ -71,26 +72,31 @@ def probe(
         typer.Option(help="tensorwise, rowwise, blockwise (default: these), rowwise_with_gw_hp, mxfp8, nvfp4, int8."),
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Of scaled_mm; default: reference on a CPU, torch and triton on a GPU.")
+        list[str] | None,
+        typer.Option(help="Backend of scaled_mm; default: reference on a CPU, torch and triton on a GPU."),
     ] = None,
-    sensitivity: Annotated[int, typer.Option(help="Held-out examples for the end metric; 0: skip it.")] = 8192,
+    sensitivity: Annotated[
+        int, typer.Option(help="Held-out examples to measure the end metric on; 0: do not measure it.")
+    ] = 8192,
     metric: Annotated[str | None, typer.Option(help="End metric, e.g. recall@10 for sequence models.")] = None,
-    max_error: Annotated[float, typer.Option(help="Limit of MERE, forward.")] = 0.2,
-    max_gradient_error: Annotated[float, typer.Option(help="Limit of relative L2, gradients.")] = 0.1,
-    min_speedup: Annotated[float, typer.Option(help="Least speed-up over bf16 that counts as fast.")] = 1.05,
+    max_error: Annotated[float, typer.Option(help="Limit of the forward error (MERE).")] = 0.2,
+    max_gradient_error: Annotated[float, typer.Option(help="Limit of the relative L2 error of gradients.")] = 0.1,
+    min_speedup: Annotated[float, typer.Option(help="Smallest speedup over bf16 that counts as fast.")] = 1.05,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, data order and draws.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Number of CPU threads.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and draws.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
     data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=100000.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Report (JSON); its state lies beside it.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write a page of its own.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state beside --out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the report (JSON) here, and the state for --resume next to it.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the report as an HTML page.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state next to --out.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Watch a model train and judge every GEMM of it: safe, fast, and why."""
+    """Train a model with a probe attached, and report which GEMMs are safe and fast in FP8, and why."""
     import torch
 
     from loka import records
@@ -113,10 +119,8 @@ def probe(
     watcher = Probe(subject.model, every=every, rows=rows, seed=seed, kinds=kinds, recipes=recipe or ())  # type: ignore[arg-type]
     state = None if out is None else out.with_name(out.name + STATE)
     learn(subject, watcher, job, steps, state, resume=resume)
-    with (
-        keeping(state),
-        redirect_stdout(sys.stderr),
-    ):  # chains are found by running the model, which may be a user's and print
+    # Chains are found by running the model, which may be a user's and may print.
+    with keeping(state), redirect_stdout(sys.stderr):
         report = watcher.evaluate(
             recipe or None,
             samples=samples,
@@ -142,11 +146,11 @@ def probe(
 
 
 def check_request(steps: int, sensitivity: int, out: Path | None, html: Path | None, resume: bool) -> None:
-    """Refuse what contradicts itself, before anything is loaded."""
+    """Reject contradictory options before anything is loaded."""
     if steps < 1 or sensitivity < 0:
         raise ValueError(f"--steps {steps} --sensitivity {sensitivity}: expected at least 1, and not negative")
     if resume and out is None:
-        raise ValueError("--resume continues from the state beside the report: give --out")
+        raise ValueError("--resume continues from the state next to the report: give --out")
     for option, path in (("--out", out), ("--html", html)):
         if path is not None:
             check_writable(option, path)
@@ -157,7 +161,7 @@ def check_request(steps: int, sensitivity: int, out: Path | None, html: Path | N
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuse a place that a file cannot be written to, before the work and not after it."""
+    """Raise ValueError if a file cannot be written there, so that it happens before the work and not after."""
     if path.is_dir():
         raise ValueError(f"{option} {path}: is a folder, expected a file")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
@@ -167,23 +171,23 @@ def check_writable(option: str, path: Path) -> None:
 
 @contextmanager
 def keeping(state: Path | None) -> Iterator[None]:
-    """Ctrl-C after training: say what is kept."""
+    """On Ctrl-C after training, say that the probe's state was saved."""
     try:
         yield
     except KeyboardInterrupt:
         if state is not None:
-            typer.echo("what was learned is kept; the same command with --resume evaluates it", err=True)
+            typer.echo("the probe's state is saved; the same command with --resume evaluates it", err=True)
         raise
 
 
 class Meter:
-    """Progress on stderr with the time left; quiet for `TELL_EVERY` seconds after each line."""
+    """Print progress and the remaining time to stderr, at most one line every `TELL_EVERY` seconds."""
 
     def __init__(self, what: str) -> None:
         self._what, self._started, self._told = what, time.monotonic(), 0.0
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """`done` of `total`, now at `name`."""
+        """Report that `done` of `total` are finished and `name` is next."""
         now = time.monotonic()
         if now - self._told < TELL_EVERY and done < total:
             return
@@ -193,18 +197,18 @@ class Meter:
 
 
 def spell_seconds(seconds: float) -> str:
-    """Short, for people."""
+    """Format a duration as seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def learn(subject: Subject, watcher: Probe, job: Job, steps: int, state: Path | None, *, resume: bool) -> None:
-    """Train with the probe attached; at the end and at Ctrl-C the state is written."""
+    """Train with the probe attached. The state is written at the end, and also after Ctrl-C or an error."""
     from loka.training import Optimizers, TrainConfig
 
     config = TrainConfig(steps=steps, batch_size=job.batch_size, learning_rate=job.learning_rate)
     optimizers = Optimizers(subject.model, config)
     if resume:
-        assert state is not None  # check_request
+        assert state is not None  # checked by check_request
         load_state(state, subject.model, optimizers, watcher, job)
         typer.echo(f"continuing after {watcher.steps} steps", err=True)
     meter, subject_model = Meter("train"), subject.model
@@ -222,13 +226,13 @@ def learn(subject: Subject, watcher: Probe, job: Job, steps: int, state: Path | 
             save_state(state, subject_model, optimizers, watcher, job)
             if sys.exc_info()[0] is not None:
                 typer.echo(
-                    f"what was learned in {watcher.steps} steps is kept; the same command with --resume continues",
+                    f"the state after {watcher.steps} steps is saved; the same command with --resume continues",
                     err=True,
                 )
 
 
 def step(subject: Subject, optimizers: Optimizers, batch: Any, watcher: Probe) -> None:
-    """One training step."""
+    """Run one training step; exit 1 if the loss is not finite."""
     optimizers.zero_grad()
     loss = subject.loss(batch)
     value = float(loss.detach())
@@ -241,7 +245,7 @@ def step(subject: Subject, optimizers: Optimizers, batch: Any, watcher: Probe) -
 
 
 def save_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Probe, job: Job) -> None:
-    """One safetensors file: model, optimiser and probe."""
+    """Write the state of model, optimizer and probe to one safetensors file."""
     from safetensors.torch import save
 
     from loka.records import write_atomically
@@ -256,7 +260,7 @@ def save_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Pr
 
 
 def load_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Probe, job: Job) -> None:
-    """Put a state back; one of another job is refused."""
+    """Restore a state; the state of another job is an error."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -269,7 +273,7 @@ def load_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Pr
                 part, _, name = key.partition("/")
                 parts[part][name] = file.get_tensor(key)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is no state of `loka probe` ({error}); run without --resume") from error
+        raise ValueError(f"{path} is not a state of `loka probe` ({error}); run without --resume") from error
     wanted = asdict(job)
     changes = [f"{name}: {stored.get(name)} -> {value}" for name, value in wanted.items() if stored.get(name) != value]
     if changes:
@@ -280,7 +284,7 @@ def load_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Pr
 
 
 def make_score(subject: Subject, metric: str, examples: int) -> tuple[Callable[[nn.Module], Any], int]:
-    """What sensitivity calls: the metric of the same held-out examples every time, and how many those are."""
+    """Return a function that scores a model on fixed held-out examples, and the number of examples."""
     import torch
 
     held, count = [], 0
@@ -303,7 +307,7 @@ def make_score(subject: Subject, metric: str, examples: int) -> tuple[Callable[[
 
 
 def add_metric(report: Report, subject: Subject, examples: int, metric: str, seed: int) -> Report:
-    """The report with the sensitivity of every linear, and of the safe ones together."""
+    """Add the sensitivity of the metric to every linear alone, and to all safe linears together."""
     from loka.probe.sensitivity import add_sensitivity, measure_sensitivity, measure_together, recipes_of
 
     score, count = make_score(subject, metric, examples)

@@ -1,13 +1,15 @@
-"""`loka quantize`: post-training FP8 for a trained model.
+"""`loka quantize`: post-training FP8 quantization of a trained model.
 
-    loka quantize runs/onerec --out runs/onerec-fp8                                 a generative recommender (loka train --model onerec)
-    loka quantize runs/onerec --out runs/onerec-fp8 --bound 0.002 --users 400       keep in 16 bits what costs too much likelihood
+    loka quantize runs/onerec --out runs/onerec-fp8                              a recommender of loka train --model onerec
+    loka quantize runs/onerec --out runs/onerec-fp8 --bound 0.002 --users 400    within a bound on the likelihood
     loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors
     loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001
 
-A folder stays a folder, anything else becomes one safetensors file. With --bound every site is measured alone on the validation split (negative log-likelihood of
-held-out items, or the loss of the data set), then the whole model, and what hurts most stays in 16 bits until the upper end of the interval is within the
-bound. Recipes are tensorwise, rowwise, blockwise, onerec, onerec_rows and onerec_mixed (`loka.dispatch.recipe`). Exit 0; 1 when a bound was asked for and only a model without any quantised site meets it; 2 for a request that cannot be honoured.
+A recommender's folder becomes a folder, any other model one safetensors file. With --bound, every site is measured alone
+on the validation split (negative log-likelihood of held-out items, or the loss of the data set), then all together; the
+most harmful sites stay in 16-bit until the upper end of the interval is within the bound. Recipes: tensorwise, rowwise,
+blockwise, onerec, onerec_rows and onerec_mixed (`loka.dispatch.recipe`). Exit 1 if the bound can only be met by
+quantizing nothing; 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -25,25 +27,27 @@ if TYPE_CHECKING:
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder of a recommender, family:size, or pkg.module:factory.")],
-    out: Annotated[Path, typer.Option(help="Folder, or safetensors file, to write.")],
-    recipe: Annotated[str, typer.Option(help="Of the one table; auto: onerec for a OneRec, else rowwise.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder or .safetensors file to write.")],
+    recipe: Annotated[
+        str, typer.Option(help="tensorwise, rowwise, blockwise, ...; auto: onerec for a OneRec, else rowwise.")
+    ] = "auto",
     plan: Annotated[Path | None, typer.Option(help="A plan instead of a recipe (loka plan, loka tune).")] = None,
     weights: Annotated[Path | None, typer.Option(help="Safetensors file with the model's weights.")] = None,
     bound: Annotated[float | None, typer.Option(help="Largest relative change of the loss, e.g. 0.002.")] = None,
     widen: Annotated[
-        bool, typer.Option("--widen", help="Quantise also what the recipe keeps, where it is safe.")
+        bool, typer.Option("--widen", help="Also quantize sites that the recipe keeps, where measured safe.")
     ] = False,
-    keep: Annotated[list[str] | None, typer.Option(help="Pattern of names to keep in 16 bits.")] = None,
-    users: Annotated[int, typer.Option(help="Users or examples to measure on, with --bound.")] = 400,
+    keep: Annotated[list[str] | None, typer.Option(help="Pattern of names to keep in 16-bit.")] = None,
+    users: Annotated[int, typer.Option(help="Users or examples to measure on, with --bound or --widen.")] = 400,
     data: Annotated[str | None, typer.Option(help="Data to measure on; default: the model's.")] = None,
-    loss: Annotated[str | None, typer.Option(help="pkg.module:fn for your own model.")] = None,
+    loss: Annotated[str | None, typer.Option(help="pkg.module:fn(output, targets), for your own model.")] = None,
     export: Annotated[Path | None, typer.Option(help="Also write the compressed-tensors layout here.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
-    seed: Annotated[int, typer.Option(help="Of an untrained built-in model.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of an untrained model.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Quantise a model to FP8, optionally under a bound on its loss."""
+    """Quantize a trained model to FP8, optionally within a bound on its loss."""
     from loka import records
     from loka.inference import is_bundle
     from loka.ptq import export_compressed_tensors
@@ -57,7 +61,7 @@ def quantize(
         network, summary = quantize_bundle(Path(model), out, options, measured, users, data, data_root, source)
     elif Path(model).exists():
         raise ValueError(
-            f"{model} is no recommender (no bundle.json); a weights file goes with --weights and a factory"
+            f"{model} is no recommender (no bundle.json); hint: give a weights file as --weights, with a factory"
         )
     else:
         network, summary = quantize_network(
@@ -81,7 +85,7 @@ def quantize_bundle(
     root: Path | None,
     source: Path | None,
 ) -> tuple[nn.Module, Summary]:
-    """A recommender in a folder; measured by the likelihood of validation items."""
+    """Quantize a recommender's folder, measured by the likelihood of validation items."""
     from dataclasses import replace
 
     from loka.inference import load_bundle, save_bundle
@@ -115,7 +119,7 @@ def quantize_network(
     root: Path | None,
     source: Path | None,
 ) -> tuple[nn.Module, Summary]:
-    """A built-in or a user's model; measured by the loss of its data."""
+    """Quantize a built-in or a user's own model, measured by the loss on its data."""
     import torch
 
     from loka.cli.convert import load_weights_from
@@ -124,9 +128,9 @@ def quantize_network(
     from loka.ptq import quantize as quantize_model
     from loka.ptq import save
 
-    split_name(model)  # a folder that is not there is more to the point than how --out is spelled
+    split_name(model)  # report a missing folder or unknown model before complaining about --out
     if out.suffix != ".safetensors":
-        raise ValueError(f"--out {out}: a model alone is one file, give a name that ends in .safetensors")
+        raise ValueError(f"--out {out}: this model is written as one file, give a name that ends in .safetensors")
     subject = None
     network: Any
     if measured or data is not None or ":" not in model:
@@ -142,7 +146,7 @@ def quantize_network(
         load_weights_from(network, weights)
     extra: dict[str, Any] = {}
     if measured:
-        assert subject is not None  # measured loads it
+        assert subject is not None  # loaded above if measured
         from loka.cli.probe import make_score
 
         score, _ = make_score(subject, subject.metrics[0], examples)
@@ -153,5 +157,5 @@ def quantize_network(
 
 
 def tell(site: str, number: int, total: int) -> None:
-    """Progress on stderr."""
+    """Print progress to stderr."""
     typer.echo(f"[{number + 1}/{total}] {site}", err=True)

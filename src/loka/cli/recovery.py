@@ -1,10 +1,11 @@
-"""Mods in `loka train`: applied before training, or to a trained model whose quality is then won back.
+"""Mods in `loka train`: applied before training, or to a trained model, followed by a fine-tune to recover its quality.
 
-    loka train --mods no_bias,block_norm,hard_swish                                        a new model, modified from the start
-    loka train --from runs/a/checkpoints/step-00001000 --mods block_norm --steps 200        a trained one, with a recovery fine-tune
+    loka train --mods no_bias,block_norm,hard_swish                                    a new model with mods
+    loka train --from runs/a/checkpoints/step-00001000 --mods block_norm --steps 200    a trained model, then a fine-tune
 
-With `--from`, test metrics are measured three times: the trained model as it was, right after its mods, and after the fine-tune. They are written, with what
-changed where, to mods.json. A checkpoint of an already modified model is recognised by its entries: the mods are applied first, then it is loaded.
+With `--from`, test metrics are measured three times: before the mods, right after them, and after the fine-tune. They are
+written to mods.json together with the list of changes. If the keys of the checkpoint are not those of the original model,
+it is taken for a checkpoint of the modified one: the mods are applied first, then it is loaded.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ if TYPE_CHECKING:
     from loka.records import ModSummary, Recovery
     from loka.training import TrainConfig
 
-METRICS = {"log_loss": True, "ne": True, "auc": False}  # whether lower is better
+METRICS = {"log_loss": True, "ne": True, "auc": False}  # name: whether lower is better
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What mods did before training, and the test metrics around them; None where nothing was trained before."""
+    """The mods applied before training, and the test metrics before and after them; None for an untrained model."""
 
     summary: ModSummary
     before: dict[str, float] | None = None
     after: dict[str, float] | None = None
 
     def finish(self, metrics: dict[str, float], steps: int, out: Path | None, *, resumed: bool) -> ModSummary:
-        """The summary with what training won back, written to mods.json."""
+        """Add the metrics after training to the summary, write it to mods.json, and return it."""
         import msgspec
 
         from loka import records
@@ -66,7 +67,7 @@ class Rewrite:
 
 
 def rewrite(network: Ranker, names: str, dataset: RankingData, weights: Path | None, settings: TrainConfig) -> Rewrite:
-    """Load the weights, if any, and apply the mods, measuring the test split before and after where the weights are the original's."""
+    """Load the weights, if any, and apply the mods; measure the test split before and after if the weights are unmodified."""
     from loka import mods
     from loka.training import read_checkpoint
 
@@ -93,7 +94,7 @@ def _measure(network: Any, dataset: RankingData, settings: TrainConfig) -> dict[
 
 
 def describe(recovery: Recovery) -> str:
-    """One line: the three values, and the share that came back."""
+    """Format the three values and the recovered share as one line."""
     ended = (
         "not trained"
         if recovery.after_training is None

@@ -1,10 +1,10 @@
-"""`loka report`: make the HTML page of a job again from its records, or compare two jobs side by side.
+"""`loka report`: make the HTML page of a job from its records, or compare two jobs side by side.
 
     loka report runs/demo/records --out report.html
     loka report runs/demo/records --add benchmarks/results/h200/scaled_mm.json         with a kernel benchmark and its roofline
     loka report runs/a/records runs/b/records --out compare.html                       two jobs on one page
 
-stdout carries the path of the page. Exit 2: a file that is no record, or is damaged; the message names it.
+stdout carries the path of the page. Exit 2 if a file is damaged or not a record; the message names it.
 """
 
 import json
@@ -16,12 +16,12 @@ import typer
 
 def report(
     folder: Annotated[Path, typer.Argument(help="Folder of records (*.json), or one record.")],
-    other: Annotated[Path | None, typer.Argument(help="Another one: compare the two side by side.")] = None,
+    other: Annotated[Path | None, typer.Argument(help="Another one, to compare the two side by side.")] = None,
     add: Annotated[list[Path] | None, typer.Option(help="Further record files, e.g. a kernel benchmark.")] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
-    json_: Annotated[bool, typer.Option("--json", help="Print where the page is, and its size, as JSON.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the path and size of the page as JSON.")] = False,
 ) -> None:
-    """Make one self-contained HTML page from the records of a job, or of two."""
+    """Make a self-contained HTML page from the records of one job, or compare two jobs."""
     from loka.report import Pair, Results, write_html, write_pair
 
     results = Results.load(folder, add or ())
@@ -29,13 +29,13 @@ def report(
         write_html(results, out)
     else:
         if add:
-            raise ValueError("--add puts records into one report; two reports are compared as they are")
+            raise ValueError("--add adds records to one report and does not go with a comparison of two")
         write_pair(Pair(results, Results.load(other), name_sides(folder, other)), out)
     typer.echo(json.dumps({"report": str(out), "bytes": out.stat().st_size}) if json_ else str(out))
 
 
 def name_sides(folder: Path, other: Path) -> tuple[str, str]:
-    """The shortest ends of two paths that tell them apart."""
+    """Return the shortest ends of two paths that tell them apart."""
     ours, theirs = folder.absolute().parts, other.absolute().parts
     if ours == theirs:
         raise ValueError(f"{folder} is given twice; name two different folders")

@@ -1,15 +1,16 @@
-"""`loka serve`: answer requests over HTTP inside a deadline.
+"""`loka serve`: serve a model over HTTP within a latency deadline.
 
-    loka serve runs/onerec --sla 50ms --port 8000                          a recommender made by loka generate --train
+    loka serve runs/onerec --sla 50ms --port 8000                          a recommender of loka generate --train
     loka serve runs/ranker --sla 20ms --rows 256,1024                      a frozen ranker (loka.serving.save_ranker)
-    loka serve runs/onerec --host 0.0.0.0 --token-file tokens --sla 50ms   for others: only with a token
-    loka serve runs/a runs/b --split 95,5 --salt autumn --events runs/ab   an experiment; read it with loka ab --online runs/ab
-    loka serve runs/a runs/b --shadow --events runs/shadow                 b answers too, and nobody sees it
-    loka serve runs/onerec --on ray --replicas 4 --sla 50ms                several processes, or machines, with Ray Serve
-    loka serve --check http://127.0.0.1:8000                               is it ready, and what does it serve
+    loka serve runs/onerec --host 0.0.0.0 --token-file tokens --sla 50ms   beyond localhost, which requires tokens
+    loka serve runs/a runs/b --split 95,5 --salt autumn --events runs/ab   an experiment; see loka ab --online runs/ab
+    loka serve runs/a runs/b --shadow --events runs/shadow                 b runs on the same requests, a answers
+    loka serve runs/onerec --on ray --replicas 4 --sla 50ms                several processes or machines, with Ray Serve
+    loka serve --check http://127.0.0.1:8000                               is it ready, and does it accept this client
 
-It binds localhost. Metrics, a live page and reloads are on --admin-port, also on localhost. SIGTERM drains, SIGHUP reads the bundles again. Exit 0; 1 when --check finds a
-server that is not ready; 2 for a request that cannot be honoured.
+It binds to localhost by default. Metrics, a live page and reloads are on --admin-port, always on localhost. SIGTERM
+drains the server, SIGHUP reloads the bundles. Exit 1 if --check finds a server that is not ready or rejects this client;
+2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ if TYPE_CHECKING:
 
 def serve(
     bundles: Annotated[list[Path] | None, typer.Argument(help="Folder of a recommender or a ranker; two for an experiment.")] = None,
-    sla: Annotated[str, typer.Option(help="From arrival to answer: 50ms, 0.1s.")] = "100ms",
-    host: Annotated[str, typer.Option(help="Address to listen on; others than localhost need --token-file.")] = "127.0.0.1",
+    sla: Annotated[str, typer.Option(help="Deadline from arrival to answer, e.g. 50ms or 0.1s.")] = "100ms",
+    host: Annotated[str, typer.Option(help="Address to listen on; any other than localhost needs --token-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; 0: a free one.")] = 8000,
     admin_port: Annotated[int | None, typer.Option(help="Port of metrics, live page and reload, on localhost; default: 8001; -1: none.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File of bearer tokens, one a line; read again when it changes.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File of bearer tokens, one per line; reread when it changes.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    precision: Annotated[str | None, typer.Option(help="Of what is not quantised in a recommender: bf16, fp16 or fp32; default: fp32.")] = None,
-    beams: Annotated[int | None, typer.Option(help="Width of a recommender's search; default: 50.")] = None,
-    batches: Annotated[str | None, typer.Option(help="Requests a batch of a recommender may have; default: 1,2,4,8,16.")] = None,
-    contexts: Annotated[str | None, typer.Option(help="Context lengths to prepare, with commas; default: the recommender's longest.")] = None,
-    context_cache: Annotated[str | None, typer.Option(help="What a recommender's contexts are kept in: plain, the default, or e4m3.")] = None,
-    rows: Annotated[str | None, typer.Option(help="Rows a batch of a ranker may have; default: 64,256,1024,4096.")] = None,
-    factory: Annotated[str | None, typer.Option(help="package.module:function that builds the ranker, if its bundle names one.")] = None,
-    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Answers do not depend on who else is in the batch, bit for bit.")] = False,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile a ranker for every bucket of rows before it is ready: a longer start, and faster answers.")] = False,
-    body: Annotated[int | None, typer.Option(help="Largest request, in KiB; default: 2048, on Ray 112, where a larger one makes every request slower.")] = None,
-    split: Annotated[str | None, typer.Option(help="Shares of two models: 95,5.")] = None,
-    salt: Annotated[str | None, typer.Option(help="Name of the experiment; users fall anew under another.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision of a recommender's unquantized layers: bf16, fp16 or fp32; default: fp32.")] = None,
+    beams: Annotated[int | None, typer.Option(help="Width of a recommender's beam search; default: 50.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Batch sizes of a recommender, in requests; default: 1,2,4,8,16.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Context lengths to prepare, comma-separated; default: the recommender's longest.")] = None,
+    context_cache: Annotated[str | None, typer.Option(help="Format of a recommender's context cache: plain (default) or e4m3.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Batch sizes of a ranker, in rows; default: 64,256,1024,4096.")] = None,
+    factory: Annotated[str | None, typer.Option(help="pkg.module:function that builds the ranker, if its folder names one.")] = None,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Make answers bitwise independent of the other requests in a batch.")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile a ranker for every batch size before it is ready: slower start, faster answers.")] = False,
+    body: Annotated[int | None, typer.Option(help="Largest request, in KiB; default: 2048, or 112 on Ray, where a larger limit slows every request.")] = None,
+    split: Annotated[str | None, typer.Option(help="Traffic shares of two models, e.g. 95,5.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Name of the experiment; another name assigns users anew.")] = None,
     events: Annotated[Path | None, typer.Option(help="Folder for the experiment's events.")] = None,
-    shadow: Annotated[bool, typer.Option("--shadow", help="The first model answers, the second is only watched.")] = False,
+    shadow: Annotated[bool, typer.Option("--shadow", help="Answer with the first model; run the second on the same requests and only record it.")] = False,
     on: Annotated[str, typer.Option(help="local: this process; ray: Ray Serve.")] = "local",
-    replicas: Annotated[int, typer.Option(help="Processes, with --on ray.")] = 1,
-    log: Annotated[str | None, typer.Option(help="all: every answer; errors, the default; none. JSON lines on stderr.")] = None,
-    check: Annotated[str | None, typer.Option(help="Ask the server at this URL how it is, instead.")] = None,
-    token: Annotated[str | None, typer.Option(envvar="LOKA_TOKEN", help="For --check.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print what --check finds, or where it listens, as JSON.")] = False,
+    replicas: Annotated[int, typer.Option(help="Number of processes, with --on ray.")] = 1,
+    log: Annotated[str | None, typer.Option(help="JSON lines on stderr: all (every answer), errors (default) or none.")] = None,
+    check: Annotated[str | None, typer.Option(help="Check the server at this URL instead of serving.")] = None,
+    token: Annotated[str | None, typer.Option(envvar="LOKA_TOKEN", help="Bearer token for --check.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result of --check, or the server's address, as JSON.")] = False,
 ) -> None:  # fmt: skip
-    """Answer requests over HTTP inside a deadline."""
+    """Serve a model over HTTP within a latency deadline."""
     if check is not None:
         if bundles:
-            raise ValueError("--check asks a server that runs already; give no folders beside it")
+            raise ValueError("--check asks a running server and takes no folders")
         check_server(check, token, json_)
         return
     if not bundles:
@@ -85,7 +86,7 @@ def serve(
     if on == "ray":
         if admin_port is not None:
             raise ValueError(
-                "--admin-port: of the server in one process; on Ray, HAProxy and Ray have metrics of their own"
+                "--admin-port is for the single-process server; on Ray, HAProxy and Ray have metrics of their own"
             )
         run_on_ray(
             bundles, host, port, replicas, json_, split=parse_split(name_arms(bundles), split, salt, shadow), sla=parse_seconds(sla),
@@ -109,7 +110,7 @@ def serve(
 def make_server(
     bundles: list[Path], options: dict[str, Any], *, split: str | None, salt: str | None, shadow: bool, **rest: Any
 ) -> Server:
-    """The models of the folders behind a server in this process."""
+    """Open the models of the folders and return a server for this process."""
     from loka.cli.subject import find_device
     from loka.serving import Server
     from loka.serving.opening import open_model
@@ -139,7 +140,7 @@ def log_lines(*, every: bool) -> None:
 
 
 def tell(server: Server, as_json: bool) -> None:
-    """Say where it listens once it is ready; from a thread, because the main one serves."""
+    """Print the server's address once it is ready, from a thread, because the main thread serves."""
     import threading
     import time
 
@@ -162,7 +163,7 @@ def tell(server: Server, as_json: bool) -> None:
 
 
 def spell_caps(caps: dict[str, int]) -> str:
-    """The largest batches that meet the SLA, in words: a ranker has rows and no context."""
+    """Format the largest batches that meet the SLA: rows for a ranker, requests per context length otherwise."""
     if caps.keys() == {"0"}:
         return f"{caps['0']:,} rows"
     return ", ".join(f"{most} requests with {context} items of history" for context, most in caps.items())
@@ -195,7 +196,7 @@ def run_on_ray(
 
 
 def check_server(url: str, token: str | None, as_json: bool) -> None:
-    """Print how a server is; exit 1 where it is not ready."""
+    """Print the state of a server; exit 1 if it is not ready or rejects this client."""
     import asyncio
 
     from loka.serving.load import look
@@ -211,19 +212,19 @@ def check_server(url: str, token: str | None, as_json: bool) -> None:
 
 
 def parse_seconds(text: str) -> float:
-    """50ms, 0.1s or 0.1 as seconds."""
+    """Parse 50ms, 0.1s or 0.1 into seconds."""
     found = re.fullmatch(r"\s*([0-9.]+)\s*(ms|s|)\s*", text)
     try:
         value = float(found[1]) * (1e-3 if found[2] == "ms" else 1.0) if found else 0.0
     except ValueError:
         value = 0.0
     if value <= 0:
-        raise ValueError(f"{text!r} is no duration; expected 50ms or 0.05s")
+        raise ValueError(f"{text!r} is not a duration; expected 50ms or 0.05s")
     return value
 
 
 def parse_sizes(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Whole numbers with commas."""
+    """Parse comma-separated integers; sorted, without duplicates."""
     if text is None:
         return None
     try:
@@ -233,7 +234,7 @@ def parse_sizes(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_split(names: list[str], split: str | None, salt: str | None, shadow: bool) -> Split | None:
-    """The experiment, if there is one."""
+    """Return the experiment given by --split and --salt, if any."""
     from loka.serving import Split
 
     if split is None:
@@ -241,7 +242,7 @@ def parse_split(names: list[str], split: str | None, salt: str | None, shadow: b
             raise ValueError("--salt goes with --split")
         return None
     if shadow:
-        raise ValueError("--shadow shows everybody the first model: it does not go with --split")
+        raise ValueError("--shadow answers everybody with the first model and does not go with --split")
     try:
         shares = tuple(float(word) for word in split.split(","))
     except ValueError as error:
@@ -252,17 +253,19 @@ def parse_split(names: list[str], split: str | None, salt: str | None, shadow: b
 
 
 def name_arms(bundles: list[Path]) -> list[str]:
-    """Folder names; with their parent's where they are the same."""
+    """Name the models after their folders, prefixed by the parent folder if two are the same."""
     names = [path.resolve().name for path in bundles]
     if len(set(names)) < len(names):
         names = [f"{path.resolve().parent.name}-{path.resolve().name}" for path in bundles]
     if len(set(names)) < len(names):
-        raise ValueError(f"the bundles {', '.join(map(str, bundles))} have the same names; hint: two folders")
+        raise ValueError(
+            f"the bundles {', '.join(map(str, bundles))} have the same names; hint: give two different folders"
+        )
     return names
 
 
 def need_uvicorn() -> None:
-    """Say what to install where uvicorn is missing."""
+    """Raise ValueError with the install command if uvicorn is missing."""
     from importlib.util import find_spec
 
     if find_spec("uvicorn") is None:

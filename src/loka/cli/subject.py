@@ -1,19 +1,21 @@
-"""The model and the data a verb works on: built in, or a user's own.
+"""Open the model and the data that a verb works on, built in or a user's own.
 
     --model wukong:small            a family and one of its sizes (`tiny` where none is named)
     --model pkg.module:factory      a callable that returns an nn.Module
     --data complete-journey         a data set of the catalog; the default, which needs no network
     --data pkg.module:batches       a callable that yields (inputs, targets)
-    --loss pkg.module:fn            fn(output, targets) -> one loss per example, or their mean; default: binary cross-entropy of logits
+    --loss pkg.module:fn            fn(output, targets) -> one loss per example, or their mean; default: BCE of logits
 
-A user's callable is given what it asks for by name, and nothing else: `batches` may take split ("train", "valid", "test"), batch_size,
-seed; `factory` may take schema, when the data is built in, and seed. Inputs that are a Tensor become one argument of the model, a tuple
-*args, a dict **kwargs. Batches that do not depend on the split are not held out from anything; `held_out` says so.
+A user's callable receives only the arguments that it has parameters for: `batches` may take split ("train", "valid",
+"test"), batch_size and seed; `factory` may take seed, and schema if the data is built in. Inputs that are a Tensor become
+one argument of the model, a tuple *args, a dict **kwargs. If `batches` takes no split, there is no held-out data, and
+`held_out` is False.
 
-A sequence model (hstu) reads the sequences of a data set, trains on every position's next item, and is scored on the held-out items.
+A sequence model (hstu) reads the sequences of a data set, trains to predict the next item at every position, and is
+scored on the held-out items.
 
-Every verb that needs a model opens it here, so that they all understand the same words. How a user's code is found and called is in `own_code`, how batches
-are run and scored in `jobs`.
+All verbs open models here, so that they accept the same names. `own_code` finds and calls a user's code, `jobs` runs and
+scores batches.
 """
 
 import sys
@@ -37,7 +39,7 @@ NEEDS_CODES = ("onerec",)
 
 @dataclass
 class Subject:
-    """A model with its data. `model` may be replaced (by a rewritten one): losses are computed with whatever is there."""
+    """A model with its data. `model` may be replaced, e.g. by a rewritten one; losses use the current one."""
 
     name: str
     model: nn.Module
@@ -46,28 +48,28 @@ class Subject:
 
     @property
     def data(self) -> str:
-        """Name of the data."""
+        """The name of the data."""
         return self.job.data
 
     @property
     def held_out(self) -> bool:
-        """Whether "valid" and "test" are other examples than "train"."""
+        """Whether "valid" and "test" hold other examples than "train"."""
         return self.job.held_out
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What `values` can measure; the first is the default."""
+        """The metrics that `values` can compute; the first is the default."""
         return tuple(self.job.metrics)
 
     def batches(self, split: str = "train", *, epoch: int = 0) -> Iterator[Any]:
-        """One pass over a split; training batches in the order of (seed, epoch)."""
+        """Yield one pass over a split; the order of training batches depends on (seed, epoch)."""
         if split not in SPLITS:
             raise ValueError(f"no split {split!r}; splits are {', '.join(SPLITS)}")
         for batch in self.job.open(split, epoch):
             yield move(batch, self.device)
 
     def stream(self, split: str = "train", *, skip: int = 0) -> Iterator[Any]:
-        """Batches without end, pass after pass, without the first `skip`; a pass without a batch is an error."""
+        """Yield batches endlessly, pass after pass, leaving out the first `skip`. A pass without a batch is an error."""
         epoch = 0
         while True:
             count = 0
@@ -82,12 +84,12 @@ class Subject:
             epoch += 1
 
     def loss(self, batch: Any) -> Tensor:
-        """Run the model and the loss: a scalar to call backward on."""
+        """Run the model and return the loss, a scalar to call backward on."""
         with redirect_stdout(sys.stderr):
             return self.job.lose(self.model, batch)
 
     def values(self, batch: Any, metric: str | None = None) -> Tensor:
-        """A metric for every example of a batch, [B] (or [1] where a user's loss is a mean already)."""
+        """Return a metric for every example of a batch, [B] (or [1] if a user's loss is already a mean)."""
         if metric is not None and metric not in self.job.metrics:
             raise ValueError(f"{self.name} has no metric {metric!r}; it has {', '.join(self.metrics)}")
         with redirect_stdout(sys.stderr):
@@ -95,7 +97,7 @@ class Subject:
         return found.reshape(-1)
 
     def group(self, batch: Any) -> Tensor | None:
-        """The unit of independence of every example; None where unknown."""
+        """Return the independent unit (user, household) of every example, or None if unknown."""
         return self.job.group(batch)
 
 
@@ -113,7 +115,7 @@ def load_subject(
     data_options: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int | None], None] | None = None,
 ) -> Subject:
-    """Open a model and its data by name, seeded."""
+    """Open a model and its data by name, seeded. The names are explained in this module's docstring."""
     if batch_size < 1 or seed < 0:
         raise ValueError(f"batch_size={batch_size}, seed={seed}: expected at least 1, and not negative")
     family, size = split_name(model)
@@ -142,7 +144,7 @@ def load_subject(
 
 
 def find_device(name: str) -> torch.device:
-    """A device that is there; `auto` is the GPU where there is one."""
+    """Return a device that exists; `auto` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -152,13 +154,13 @@ def find_device(name: str) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         seen = torch.cuda.device_count() or "no"
         raise ValueError(
-            f"--device {name}: torch sees {seen} CUDA GPU on this machine; `loka doctor` says what it sees"
+            f"--device {name}: torch sees {seen} CUDA GPU on this machine; `loka doctor` shows what is available"
         )
     return found
 
 
 def split_name(model: str) -> tuple[str | None, str]:
-    """(family, size) of a built-in model; (None, ...) of a user's own. What can be neither is an error."""
+    """Return (family, size) of a built-in model, (None, "") of a user's own. Anything else is an error."""
     from loka.models import names
 
     family, _, size = model.partition(":")
@@ -169,7 +171,7 @@ def split_name(model: str) -> tuple[str | None, str]:
             raise ValueError(f"there is no file or folder {model}")
         raise ValueError(
             f"no model {model!r}: the built-in families are {', '.join(names())} (with a size: wukong:small); "
-            "your own is named pkg.module:factory"
+            "name your own as pkg.module:factory"
         )
     return None, ""
 
@@ -189,7 +191,7 @@ def _open_ranking(
     from loka.models import build_ranker
 
     if family in NEEDS_CODES:
-        raise ValueError(f"{family} reads semantic ids, which no data set carries by itself; give pkg.module:factory")
+        raise ValueError(f"{family} reads semantic ids, which data sets do not contain; give pkg.module:factory")
     opened = load(data, **opening)
     if family is None:
         network = build_own(model, options, seed=seed, schema=opened.schema)
@@ -212,7 +214,7 @@ def _open_sequences(
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """A batch on a device; tuples, lists and dicts of tensors too."""
+    """Move a batch to a device, including tuples, lists and dicts of tensors."""
     if isinstance(value, tuple | list):
         return type(value)(move(part, device) for part in value)
     if isinstance(value, dict):

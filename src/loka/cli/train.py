@@ -5,15 +5,16 @@
     torchrun --nproc-per-node 8 -m loka train --distributed --sharding row --dense ddp --plan plan.json --out runs/y
     loka train --from runs/x/checkpoints/step-00000020 --mods no_bias,block_norm,hard_swish --steps 10
 
-The parts are those of loka.training; this file only turns options into them. With `--out` the run leaves
+This file turns options into the parts of loka.training. With `--out` the run writes
 
-    checkpoints/   the last and the best        model.json    what was built, to build it again
-    log.jsonl      the curve                    run.json      the Run record, test metrics included
-    mods.json      with --mods: what changed    result.json   how it went: what was compiled and why, resumed from, best step
-    bundle.json    OneRec: the recommender, with model.safetensors and index.safetensors, for loka quantize, generate, ab and serve
+    checkpoints/   the last and the best        model.json    the model's configuration, to build it again
+    log.jsonl      the training curve           run.json      the Run record, test metrics included
+    mods.json      with --mods: what changed    result.json   what was compiled and why, resumed from, best step
+    bundle.json    OneRec: the recommender, with model.safetensors and index.safetensors, for loka quantize, generate,
+                   ab and serve
 
-Test metrics are those of the best weights when the run evaluates, otherwise of the last. stdout carries the result (with `--json` the Run
-record), stderr the talk. Exit 0: trained. 1: the loss became NaN or infinite. 2: the request cannot be honoured.
+Test metrics are those of the best weights if the run evaluates, otherwise of the last. stdout carries the result (with
+`--json` the Run record). Exit 1 if the loss became NaN or infinite; 2 if the request is invalid.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is built: enough to build it again."""
+    """The model and its data: enough to build them again."""
 
     model: str
     config: str
@@ -55,17 +56,17 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Order:
-    """A run as it was asked for: what is built, how it is trained, from what and to where."""
+    """A requested run: what is built, how it is trained, from which weights, and where it is written."""
 
     recipe: Recipe
     settings: TrainConfig
     threads: int | None = None
     root: Path | None = None
     source: Path | None = None
-    weights: Path | None = None  # to start from
+    weights: Path | None = None  # checkpoint to start from
     out: Path | None = None
     plan: Path | None = None
-    fp8: str | None = None  # a recipe at every linear instead
+    fp8: str | None = None  # one recipe for every linear, instead of a plan
     resume: bool = False
     fallback: bool = False
 
@@ -74,35 +75,43 @@ def train(
     model: Annotated[str, typer.Option(help="Model family.")] = "wukong",
     config: Annotated[str, typer.Option(help="Named size of the family.")] = "tiny",
     data: Annotated[str, typer.Option(help="Data set, see `loka data`.")] = "complete-journey",
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 1024,
-    accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Batches per optimizer step.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, tf32 or bf16.")] = "fp32",
     compile_: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="torch.compile; by default decided by the machine.")
+        bool | None, typer.Option("--compile/--no-compile", help="Use torch.compile; default: depends on the machine.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; fix it for bit-exact resumes.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="Peak rate of AdamW, dense parameters.")] = 1e-3,
-    embedding_learning_rate: Annotated[float, typer.Option(help="Peak rate of rowwise Adagrad, tables.")] = 2e-2,
-    weight_decay: Annotated[float, typer.Option(help="Decay of dense matrices.")] = 0.0,
-    clip_norm: Annotated[float | None, typer.Option(help="Largest norm of the dense gradient.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Number of CPU threads; fix it for bit-exact resumes.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of AdamW, for dense parameters.")] = 1e-3,
+    embedding_learning_rate: Annotated[
+        float, typer.Option(help="Peak learning rate of rowwise Adagrad, for embedding tables.")
+    ] = 2e-2,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of dense matrices.")] = 0.0,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip the norm of the dense gradient to this.")] = None,
     schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: never.")] = 200,
     monitor: Annotated[
         str | None,
-        typer.Option(help="Metric that decides which weights are best; default ne, of sequence models ndcg@10."),
+        typer.Option(help="Metric that decides which weights are best; default: ne, or ndcg@10 for sequence models."),
     ] = None,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Stop after this many evaluations without improvement; default: never.")
+    ] = None,
     log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 50,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: best and last only.")] = 0,
-    keep: Annotated[int, typer.Option(help="Checkpoints kept, beside the best.")] = 2,
-    max_bad_batches: Annotated[int, typer.Option(help="Batches with a bad loss to skip before giving up.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
+    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep, besides the best.")] = 2,
+    max_bad_batches: Annotated[
+        int, typer.Option(help="Number of batches with a non-finite loss to skip before giving up.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; without it nothing is written.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    fallback: Annotated[bool, typer.Option("--fallback", help="Resume past a damaged checkpoint.")] = False,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="With --resume: use an older checkpoint if the last is damaged.")
+    ] = False,
     from_: Annotated[Path | None, typer.Option("--from", help="Start from the weights of this checkpoint.")] = None,
     mods: Annotated[
         str | None, typer.Option(help="Mods to apply first, comma-separated; see `loka mods list`.")
@@ -112,39 +121,43 @@ def train(
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
     rows: Annotated[
-        str | None, typer.Option(help="Format of the embedding rows while training, e.g. int8:row; default float32.")
+        str | None, typer.Option(help="Format of embedding rows during training, e.g. int8:row; default: float32.")
     ] = None,
     distributed: Annotated[
         bool,
         typer.Option(
-            "--distributed", help="One of the processes that torchrun starts; --batch-size counts all of them."
+            "--distributed", help="Run as one of torchrun's processes; --batch-size is the total over all of them."
         ),
     ] = False,
     collectives: Annotated[
         str | None,
         typer.Option(
-            help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2, or WEIGHTS,GRADIENTS under FSDP2."
+            help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2; under FSDP2 also WEIGHTS,GRADIENTS."
         ),
     ] = None,
     sharding: Annotated[
         str | None,
         typer.Option(
-            help="With --distributed: TorchRec shards the tables by table, row or column; default: on every rank."
+            help="With --distributed: shard the tables with TorchRec by table, row or column; default: replicate them."
         ),
     ] = None,
     dense: Annotated[
-        str | None, typer.Option(help="With --distributed: fsdp shards the dense part (default), ddp copies it.")
+        str | None, typer.Option(help="With --distributed: fsdp shards the dense part (default), ddp replicates it.")
     ] = None,
     embeddings: Annotated[
         str | None,
-        typer.Option(help="With --sharding: codecs of embeddings and their gradients, e4m3:1x32:e8m0,e5m2:1x32:e8m0."),
+        typer.Option(
+            help="With --sharding: codecs of embeddings and their gradients, e.g. e4m3:1x32:e8m0,e5m2:1x32:e8m0."
+        ),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Train converted by this plan (loka tune, loka plan).")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Convert the model by this plan (loka tune, loka plan) before training.")
+    ] = None,
     fp8: Annotated[
-        str | None, typer.Option("--recipe", help="Train with one FP8 recipe at every linear: tensorwise, rowwise, ...")
+        str | None, typer.Option("--recipe", help="Train every linear with one FP8 recipe: tensorwise, rowwise, ...")
     ] = None,
     guard: Annotated[
-        bool, typer.Option("--guard/--no-guard", help="Put linears that go wrong in FP8 back to 16 bits, by name.")
+        bool, typer.Option("--guard/--no-guard", help="Switch linears that go wrong in FP8 back to high precision.")
     ] = True,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs to --out.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the Run record as JSON.")] = False,
@@ -228,7 +241,7 @@ def train(
 
 
 def parse_options(pairs: list[str] | None) -> dict[str, Any]:
-    """`name=value` pairs; values are JSON where they parse as JSON, otherwise text."""
+    """Parse `name=value` pairs. A value that is valid JSON is decoded, any other is text."""
     options: dict[str, Any] = {}
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
@@ -243,7 +256,7 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def check_request(order: Order, tensorboard: bool, *, distributed: bool) -> None:
-    """Refuse what contradicts itself, before anything is loaded."""
+    """Reject contradictory options before anything is loaded."""
     import os
 
     resume = order.resume
@@ -252,10 +265,10 @@ def check_request(order: Order, tensorboard: bool, *, distributed: bool) -> None
     if order.out is None and (resume or tensorboard):
         raise ValueError(f"{'--resume' if resume else '--tensorboard'} needs the folder of the run: give --out")
     if distributed and tensorboard:
-        raise ValueError("--tensorboard is not part of --distributed; log.jsonl has the curve")
+        raise ValueError("--tensorboard is not supported with --distributed; log.jsonl has the curve")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed:
         raise ValueError(
-            "WORLD_SIZE is above 1, but loka train without --distributed is a single process: each would train a model of its own; "
+            "WORLD_SIZE is above 1, but loka train without --distributed is a single process: each would train its own model; "
             "give --distributed, or pass a DistributedDataParallel model to loka.training.Trainer"
         )
 
@@ -263,12 +276,12 @@ def check_request(order: Order, tensorboard: bool, *, distributed: bool) -> None
 def check_tables(
     model: str, how: Distribution | None, *, is_sequence: bool, mods: str | None, distributed: bool
 ) -> None:
-    """Refuse what low-precision tables and many processes do not go with."""
+    """Reject models and options that low-precision tables or several processes do not support."""
     problems = []
     if is_sequence and (how is None or how.needs_tables):
         problems.append("sequence models tie their tables to the output: they keep float32 rows, on every rank")
     if model == "onerec" and distributed:
-        problems.append("onerec searches with parts of the model, which no rank holds whole; hint: hstu trains on many processes")  # fmt: skip
+        problems.append("onerec's beam search calls parts of the model directly, and no rank holds them whole; hint: hstu trains on many processes")  # fmt: skip
     if mods and distributed:
         problems.append("--mods rewrites a model in one process; hint: rewrite it first, then give --from")
     if problems:
@@ -276,12 +289,12 @@ def check_tables(
 
 
 def read_distribution(distributed: bool, *, rows: str | None, **options: str | None) -> Distribution | None:
-    """How the model lies on its ranks; None for a single process, which takes none of these options."""
+    """Return how the model is distributed over ranks, or None for a single process, which takes none of these options."""
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if not distributed:
         if given:
             names = ", ".join(f"--{name}" for name in given)
-            raise ValueError(f"{names}: these say what many processes hold and send each other, and need --distributed")
+            raise ValueError(f"{names}: needs --distributed, several processes that shard and exchange tensors")
         return None
     from loka.training.sharding import Distribution
 
@@ -294,7 +307,7 @@ def read_distribution(distributed: bool, *, rows: str | None, **options: str | N
 
 
 def run_distributed(order: Order, how: Distribution, *, as_json: bool) -> None:
-    """The same run as one of many processes; rank 0 alone speaks and writes."""
+    """Run as one of several processes; only rank 0 prints and writes records."""
     from loka import records
     from loka.cli import train_sequence
     from loka.training import Curve, JsonlLog, Trainer
@@ -325,17 +338,17 @@ def run_distributed(order: Order, how: Distribution, *, as_json: bool) -> None:
         run = finish(trainer, result, order.recipe, test, curve, out, trainer.conversion, write=first)
         if first:
             if trainer.conversion is not None:
-                typer.echo(f"{trainer.conversion}; no guard watches it: --guard is for one process", err=True)
+                typer.echo(f"{trainer.conversion}; not guarded: --guard is for a single process", err=True)
                 if out is not None:
                     records.save(trainer.conversion, out / "conversion.json")
             for what, wire in (("dense", trainer.wire), ("embeddings", trainer.embedding_wire)):
                 if wire is not None and wire.elements:  # a single rank sends nothing
-                    typer.echo(f"{what}: sent {wire.ratio:.3f} of what float32 would be", err=True)
+                    typer.echo(f"{what}: sent {wire.ratio:.3f} of the bytes of float32", err=True)
             tell(result, run, None, as_json=as_json)
 
 
 def prepare(order: Order) -> tuple[RankingData, Ranker]:
-    """Data and model, seeded."""
+    """Load the data and build the model, seeded."""
     import torch
 
     from loka.data import load
@@ -354,7 +367,7 @@ def prepare(order: Order) -> tuple[RankingData, Ranker]:
 
 
 def tell_stages() -> Progress:
-    """A `progress` of `load` that names each stage of a first build once, on stderr."""
+    """Return a `progress` callback for `load` that prints each stage of a first build once, to stderr."""
     last = ""
 
     def tell_stage(stage: str, done: int, total: int | None) -> None:
@@ -369,7 +382,7 @@ def tell_stages() -> Progress:
 def convert_for_training(
     network: nn.Module, plan: Path | None, recipe: str | None, dataset: RankingData, out: Path | None
 ) -> Conversion | None:
-    """Convert by a plan or a recipe, say what runs, and write the record; None where nothing was asked for."""
+    """Convert by a plan or a recipe, print a summary and write the record; return None if neither is given."""
     if plan is None and recipe is None:
         return None
     from loka import records
@@ -392,7 +405,7 @@ def make_trainer(
     guard: bool = False,
     **hooks: Any,
 ) -> tuple[Trainer, Curve]:
-    """The trainer with its bar, its logs and a collector of the curve; `guard`: over what was converted."""
+    """Make the trainer with its progress bar, logs and curve; `guard` adds a guard over the converted linears."""
     from loka.training import Curve, JsonlLog, Progress, TensorBoard, Trainer
     from loka.training.guard import GuardCallback
 
@@ -416,8 +429,7 @@ def finish(
     *,
     write: bool = True,
 ) -> Run:
-    """Test the best weights, and write down what happened."""
-
+    """Test the best weights and write the records of the run."""
     from loka import records
     from loka.measure.device import environment_of
 
@@ -450,7 +462,7 @@ def finish(
 
 
 def tell_kept(out: Path | None) -> None:
-    """After Ctrl-C: which checkpoint there is to go on from."""
+    """After Ctrl-C, say which checkpoint there is to resume from."""
     kept = sorted(path.name for path in (out / "checkpoints").glob("step-*")) if out is not None else []
     if kept:
         typer.echo(f"{out} keeps {kept[-1]}; the same command with --resume continues after it", err=True)
@@ -459,7 +471,7 @@ def tell_kept(out: Path | None) -> None:
 
 
 def tell(result: TrainResult, run: Run, summary: ModSummary | None, *, as_json: bool) -> None:
-    """The choices that were made on stderr, the numbers on stdout."""
+    """Print the choices that were made to stderr and the results to stdout."""
     from loka import records
     from loka.cli.recovery import describe
 
@@ -467,7 +479,7 @@ def tell(result: TrainResult, run: Run, summary: ModSummary | None, *, as_json: 
     parts = ", ".join(name or "the whole model" for name in compiled.modules)
     typer.echo(f"compiled: {parts or 'nothing'} ({compiled.reason})", err=True)
     for skipped in result.damaged:
-        typer.echo(f"passed over: {skipped}", err=True)
+        typer.echo(f"damaged checkpoint skipped: {skipped}", err=True)
     if result.bad_batches:
         typer.echo(f"skipped {result.bad_batches} batches whose loss was not finite", err=True)
     if summary is not None:

@@ -3,17 +3,20 @@
     loka train --model hstu --config small --data amazon-2018-scientific --steps 1000 --batch-size 256 --out runs/h
     loka train --model onerec --config small --data amazon-2018-scientific --steps 2000 --set items=true --out runs/o
 
-For HSTU an example is a user's history, for OneRec one item of a history and what came before it. Besides the options of the model, `--set` takes
+For HSTU an example is a user's history, for OneRec one item of a history and the items before it. Besides the options of
+the model, `--set` takes
 
-    beams=50            OneRec: width of the search that ranks the held-out item
-    ids=NAME            OneRec: an index that came with the data, or a file of `SemanticIndex.save`; by default ids are made from training
-                        histories and item texts, with the model's codebooks, and left in index.safetensors
-    items=true          OneRec: embeddings of the items themselves in the history
-    evaluate_users=2000 so many users of the validation split per evaluation; by default all. The test split is always whole
+    beams=50            OneRec: width of the beam search that ranks the held-out item
+    ids=NAME            OneRec: an index that comes with the data, or a file written by `SemanticIndex.save`; default:
+                        made from training histories and item texts with the model's codebooks, and written to
+                        index.safetensors
+    items=true          OneRec: also embed the items themselves in the history
+    evaluate_users=2000 number of validation users per evaluation; default: all. The test split is always complete.
 
-With `--out` a OneRec leaves a recommender: model.safetensors, index.safetensors and bundle.json, which `loka quantize`, `generate`, `ab` and `serve` take by the folder's name.
+With `--out` a OneRec is written as a recommender: model.safetensors, index.safetensors and bundle.json, a folder that
+`loka quantize`, `generate`, `ab` and `serve` take.
 
-Histories are ragged, so there is no static shape to compile: `--compile` is refused. So is `--mods`.
+Histories are ragged, so there is no static shape to compile: `--compile` is not supported, nor is `--mods`.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ if TYPE_CHECKING:
 
 FAMILIES = ("hstu", "onerec")
 MONITOR = "ndcg@10"
-# `loka generate --train`: seconds on a CPU, enough to look at recommendations, not a statement about quality.
+# `loka generate --train`: trains in seconds on a CPU. Enough to look at recommendations, not to judge quality.
 SMALL = {"d": 64, "layers": 2, "d_ff": 192, "context": 50, "short": 10, "codebooks": (64, 64, 64), "items": True}
 
 
 @dataclass(frozen=True)
 class SequenceJob:
-    """A model, its task, and how the trainer is to use them."""
+    """A model, its task, and how the trainer uses them."""
 
     network: nn.Module
     task: SequenceTask
@@ -48,14 +51,14 @@ class SequenceJob:
     evaluate_users: int | None
 
     def hooks(self) -> dict[str, Any]:
-        """Arguments of the Trainer."""
+        """Return the loss and evaluation functions as arguments of the Trainer."""
         return {
             "loss_fn": self.task.loss,
             "evaluate_fn": lambda model: self._evaluate(model, "valid", self.evaluate_users),
         }
 
     def test(self, trainer: Trainer) -> dict[str, float]:
-        """Metrics of the model's present weights on the test split."""
+        """Evaluate the current weights on the whole test split."""
         return self._evaluate(trainer.module, "test", None)
 
     def _evaluate(self, model: nn.Module, part: Part, limit: int | None) -> dict[str, float]:
@@ -72,7 +75,7 @@ class SequenceJob:
 
 
 def check_request(model: str, compile_: bool | None, mods: str | None) -> None:
-    """Refuse what sequence models cannot do here."""
+    """Reject options that sequence models do not support."""
     if compile_:
         raise ValueError(f"{model} reads ragged histories, which have no static shape: leave --compile out")
     if mods:
@@ -80,7 +83,7 @@ def check_request(model: str, compile_: bool | None, mods: str | None) -> None:
 
 
 def prepare_sequence(order: Order) -> SequenceJob:
-    """Data, ids, model and task, seeded; says on stderr what a first use of the data builds."""
+    """Prepare data, semantic ids, model and task, seeded; print the stages of a first build of the data to stderr."""
     import torch
 
     from loka.cli.train import tell_stages
@@ -120,7 +123,7 @@ def prepare_sequence(order: Order) -> SequenceJob:
 
 
 def make_bundle(job: SequenceJob, trainer: Trainer, recipe: Recipe, *, loss: float | None) -> Bundle | None:
-    """The recommender that a trained OneRec is; None for other models."""
+    """Return a trained OneRec as a recommender's bundle, or None for other models."""
     from loka.inference import Bundle
     from loka.models.onerec import OneRec
     from loka.ptq import quantize
@@ -143,7 +146,7 @@ def make_bundle(job: SequenceJob, trainer: Trainer, recipe: Recipe, *, loss: flo
 
 
 def train_small(data: str, out: Path, *, steps: int, seed: int, root: Path | None, source: Path | None) -> None:
-    """A small OneRec for a data set's sequences, in a folder; no evaluation, no checkpoints."""
+    """Train a small OneRec on a data set's sequences and write it to a folder, without evaluation or checkpoints."""
     import typer
 
     from loka.cli.train import Order, Recipe
@@ -167,7 +170,7 @@ def train_small(data: str, out: Path, *, steps: int, seed: int, root: Path | Non
 def find_index(
     data: SequenceData, name: str | None, codebooks: tuple[int, ...], kept: Path | None, *, resume: bool
 ) -> SemanticIndex:
-    """The ids of a run: those it already has, the named ones, or new ones; written to `kept`."""
+    """Return the semantic ids of a run and write them to `kept`: those it already has, the named ones, or new ones."""
     import torch
 
     from loka.semantic_ids import ResidualKMeans, SemanticIndex, fit_semantic_ids, load_index, resolve_collisions

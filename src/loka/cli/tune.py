@@ -1,15 +1,17 @@
-"""`loka tune`: one command from a model to a faster model with proof.
+"""`loka tune`: make a model faster with FP8 in one command, and verify its quality.
 
     loka tune wukong:tiny --out runs/tuned --train-steps 40 --seconds 60
     loka tune mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out runs/mine
     loka tune wukong:tiny --target "NVIDIA H200" --row-factor 16 --train-steps 40 --out runs/planned
     loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served   # then loka serve runs/served/ranker
 
-Looks at the model, chooses per unit the fastest way that is safe, verifies the whole of it beside 16 bits, and writes plan.json, conversion.json, tuning.json and report.html below `--out`, and with `--serve`
-for a ranking model on a built-in data set also ranker/, which `loka serve` and `loka export` take. What is
-measured is on disk at once: after Ctrl-C the same command goes on. With `--target` on a machine without that GPU, units are
-taken by estimated speeds, labelled so: the plan to try first there. A model is tuned as it is trained: `--checkpoint` loads weights, `--train-steps` trains first.
-stdout carries the table (with `--json` the record). Exit 0: something was converted, or rewritten in 16 bits (the first line says which). 1: the model stays as it was, and why is on stdout. 2: the request cannot be honoured.
+Observes the model, chooses the fastest safe implementation of each unit, verifies the whole model against 16-bit, and
+writes plan.json, conversion.json, tuning.json and report.html to `--out`. With `--serve`, a ranking model on a built-in
+data set is also written to ranker/, for `loka serve` and `loka export`. Measurements are saved at once: after Ctrl-C the
+same command continues. With `--target`, for a GPU that is not in this machine, units are chosen by estimated speeds and
+labelled so; it is the plan to try first there. The model should be trained: `--checkpoint` loads weights,
+`--train-steps` trains first. stdout carries the table (with `--json` the record). Exit 0 if something was converted, or
+rewritten in 16-bit (the first line says which); 1 if the model is unchanged (stdout says why); 2 if the request is invalid.
 """
 
 import sys
@@ -27,43 +29,45 @@ def tune(
         str | None, typer.Option(help="Data set, or pkg.module:batches; default: complete-journey.")
     ] = None,
     loss: Annotated[str | None, typer.Option(help="pkg.module:fn(output, targets); default: BCE of logits.")] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="For inference: calibrate and freeze.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Tune for inference: calibrate and freeze.")] = False,
     architecture: Annotated[
-        bool, typer.Option("--architecture", help="Also take mods that change the architecture.")
+        bool, typer.Option("--architecture", help="Also apply mods that change the architecture.")
     ] = False,
-    margin: Annotated[float, typer.Option(help="Relative change of the loss that counts as none.")] = 0.0002,
-    seconds: Annotated[float, typer.Option(help="Budget for timing.")] = 180.0,
+    margin: Annotated[float, typer.Option(help="Relative change of the loss that counts as equivalent.")] = 0.0002,
+    seconds: Annotated[float, typer.Option(help="Time budget for timing kernels and steps.")] = 180.0,
     batches: Annotated[int, typer.Option(help="Held-out batches; half choose, half verify.")] = 32,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Weights to tune: folder of a checkpoint, or a .safetensors file.")
     ] = None,
-    train_steps: Annotated[int, typer.Option(help="Train so many steps first, with AdamW.")] = 0,
-    learning_rate: Annotated[float, typer.Option(help="Of --train-steps.")] = 1e-3,
+    train_steps: Annotated[int, typer.Option(help="Train this many steps first, with AdamW.")] = 0,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of --train-steps.")] = 1e-3,
     batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 1024,
     train: Annotated[
-        int, typer.Option(help="Steps of a paired run on copies of the model, which shows what FP8 gradients do.")
+        int, typer.Option(help="Steps to train copies of the model in both precisions, to verify FP8 gradients.")
     ] = 0,
     target: Annotated[
-        str | None, typer.Option(help='A GPU that is not here, e.g. "NVIDIA H200": its speeds are estimated.')
+        str | None, typer.Option(help='Plan for another GPU, e.g. "NVIDIA H200", by estimated speeds.')
     ] = None,
-    row_factor: Annotated[float, typer.Option(help="With --target: rows of a batch there over --batch-size.")] = 1.0,
-    tables: Annotated[bool, typer.Option("--tables", help="Also choose the rows of embedding tables.")] = False,
+    row_factor: Annotated[
+        float, typer.Option(help="With --target: rows of a batch there, as a multiple of --batch-size.")
+    ] = 1.0,
+    tables: Annotated[bool, typer.Option("--tables", help="Also choose the row format of embedding tables.")] = False,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Also choose codecs for what ranks would send each other.")
+        bool, typer.Option("--collectives", help="Also choose codecs for collectives between ranks.")
     ] = False,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Also compile with max-autotune and coordinate descent.")
     ] = False,
     cuda_graph: Annotated[
-        bool, typer.Option(help="Whether your step will run in a CUDA graph; otherwise its launch counts too.")
+        bool, typer.Option(help="Whether your step will run in a CUDA graph; otherwise launch overhead counts too.")
     ] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Make a model faster in FP8, with proof."""
+    """Make a model faster with FP8, and verify its quality."""
     import torch
 
     from loka import records
@@ -74,14 +78,14 @@ def tune(
     from loka.tuning import tune as run
 
     if row_factor != 1 and target is None:
-        raise ValueError(f"--row-factor {row_factor:g} is about the GPU of --target, and none was named")
+        raise ValueError(f"--row-factor {row_factor:g} needs --target, the GPU it refers to")
 
     subject = load_subject(
         model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_)
     )  # fmt: skip
     if checkpoint is not None:
         load_weights_from(subject.model, checkpoint, "--checkpoint")
-    talk = None if sys.stderr.isatty() else Lines()  # in a terminal tune shows a bar, in a log a line for each phase
+    talk = None if sys.stderr.isatty() else Lines()  # None: tune shows a bar in a terminal
     if train_steps:
         optimizer = torch.optim.AdamW(subject.model.parameters(), lr=learning_rate)
         for number, batch in enumerate(islice(subject.stream("train"), train_steps)):
@@ -120,14 +124,14 @@ def tune(
 
 
 def _write_ranker(tuned: Any, subject: Any, folder: Path, options: dict[str, Any]) -> None:
-    """The tuned model as a folder that `loka serve` takes, where requests to it can be described: by the columns of a built-in data set."""
+    """Write the tuned model for `loka serve`, if it reads the columns of a built-in data set, which describe requests."""
     from loka.cli.jobs import RankingJob
     from loka.cli.subject import split_name
     from loka.serving import save_ranker
 
     if not isinstance(subject.job, RankingJob):
         typer.echo(
-            f"no folder for loka serve: {subject.name} reads no columns of a built-in ranking data set", err=True
+            f"ranker/ not written for loka serve: {subject.name} does not read a built-in ranking data set", err=True
         )
         return
     family, size = split_name(subject.name)
