@@ -1,11 +1,11 @@
-"""mods: change the model, so that more of it is safe and fast in low precision. Reversible rewrites of any nn.Module.
+"""mods: reversible rewrites of any nn.Module that make more of it safe and fast in low precision.
 
     import loka
     applied = loka.mods.apply(model, ["no_bias", "block_norm", "hard_swish"], example=x)
-    print(applied)                          # what changed where, what was left and why
-    loka.mods.revert(model)                 # the original again, what was trained stays trained
+    print(applied)                          # what changed where, what was left unchanged and why
+    loka.mods.revert(model)                 # restore the original modules; parameters keep their trained values
 
-Every change states what it does to the function: exact, up to rounding, or an architecture change that needs training.
+Every change states its effect on the function: exact, up to rounding, or an architecture change that needs training.
 """
 
 from loka.mods.align_shapes import AlignShapes

@@ -1,14 +1,17 @@
-"""align_shapes: K and N of every linear padded with zeros to what kernels want, invisible to everybody else.
+"""align_shapes: compute linears with K and N zero-padded to multiples of 16; parameters and results keep their shapes.
 
     y = W x + b    ->    y = (W' x' + b')[:N],    W' = [[W, 0], [0, 0]]  [N', K'],    x' = [x, 0],    b' = [b, 0]
 
-Tensor cores want K and N in multiples of 16 (16-bit GEMMs at K = 479 fall back to slow kernels, FP8 GEMMs refuse), blockwise scales of 128. The padding is made in forward from the
-plain parameters: the module and its Parameters stay the objects they were, so an optimizer that exists goes on working, a state_dict does not change, and loading needs no help. It
-costs one copy of W in a call, together with the cast where autocast makes one anyway; entries beyond N and K get no gradient, because what they make is cut off.
+Tensor cores need K and N in multiples of 16 (16-bit GEMMs at K = 479 fall back to slow kernels, FP8 GEMMs refuse);
+blockwise scales need multiples of 128. The padding happens in forward. The module and its Parameters remain the same
+objects, so existing optimizers keep working and the state_dict does not change. It costs one copy of W per call, which
+is combined with the cast that autocast makes anyway. The padded entries get no gradient, because their outputs are cut
+off.
 
-An aligned linear is a site for Probe and `convert` under its own name. In low precision the kernels pad as they quantise, so converted linears run without this copy.
+An aligned linear is still a site for Probe and `convert` under its own name. The low-precision kernels pad while they
+quantize, so converted linears do not make this copy.
 
-Prediction layers are left (a GEMM with one output is no GEMM worth aligning).
+Prediction layers are left unchanged: a GEMM with one output gains nothing from alignment.
 """
 
 from dataclasses import dataclass
@@ -24,68 +27,60 @@ from loka.records.mods import ModClass
 
 
 def round_up(count: int, multiple: int) -> int:
-    """The next multiple.
-
-    Args:
-        count: a width.
-        multiple: what it shall be a multiple of.
-    """
+    """Round `count` up to the next multiple of `multiple`."""
     return -(-count // multiple) * multiple
 
 
 class Aligned(nn.Module):
-    """Mixed in front of an nn.Linear: the same product at aligned sizes."""
+    """Mixin for an nn.Linear: the same product, computed at aligned sizes."""
 
     in_features: int
     out_features: int
     weight: Tensor
     bias: Tensor | None
-    loka_multiple: int  # of K and N
+    loka_multiple: int  # K and N are padded to multiples of this
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         if input.shape[-1] != self.in_features:
             raise ValueError(f"this linear takes [..., {self.in_features}], got {tuple(input.shape)}")
-        k, n = self._missing()
+        k, n = self._padding()
         weight = F.pad(self._cast(self.weight), (0, k, 0, n))
         bias = None if self.bias is None else F.pad(self._cast(self.bias), (0, n))
         out = F.linear(F.pad(input, (0, k)) if k else input, weight, bias)
         return out[..., : self.out_features] if n else out
 
-    forward.loka_is_linear = True  # type: ignore[attr-defined]  # x W^T + b of its own parameters: `convert` may compute it another way
+    # forward is x W^T + b of the module's own parameters, so `convert` may replace it
+    forward.loka_is_linear = True  # type: ignore[attr-defined]
 
-    def _missing(self) -> tuple[int, int]:
+    def _padding(self) -> tuple[int, int]:
         return tuple(round_up(width, self.loka_multiple) - width for width in (self.in_features, self.out_features))  # type: ignore[return-value]
 
     @staticmethod
     def _cast(value: Tensor) -> Tensor:
-        """To what autocast computes in, before the padding copies it: once, and not once more behind it."""
+        """Cast to autocast's dtype before padding, so that autocast does not copy the padded tensor again."""
         kind = value.device.type
         if kind == "meta" or not torch.is_autocast_enabled(kind) or value.dtype == torch.float64:
             return value
         return value.to(torch.get_autocast_dtype(kind))
 
     def extra_repr(self) -> str:
-        """The plain sizes and the aligned ones."""
-        k, n = self._missing()
+        """Show the plain and the aligned sizes."""
+        k, n = self._padding()
         return f"{super().extra_repr()}, computed as {self.in_features + k} x {self.out_features + n}"
 
 
 def is_aligned(module: nn.Module) -> bool:
-    """Whether a linear computes at aligned sizes.
-
-    Args:
-        module: any module.
-    """
+    """Return True if a linear is computed at aligned sizes."""
     return isinstance(module, Aligned)
 
 
 @dataclass(frozen=True)
 class AlignShapes:
-    """Pad misaligned widths of linears with zeros while they compute; parameters and state_dict keep their shapes.
+    """Zero-pad misaligned linears while they compute. Parameters and state_dict keep their shapes.
 
     Args:
-        multiple: what K and N shall be multiples of (16: any FP8 kernel; 128: blockwise scales without a ragged block).
+        multiple: K and N are padded to multiples of this (16: any FP8 kernel; 128: blockwise scales, no partial block).
 
     Example:
         >>> loka.mods.apply(model, [AlignShapes(128)])
@@ -93,7 +88,7 @@ class AlignShapes:
 
     multiple: int = 16
     name: ClassVar[str] = "align_shapes"
-    under_autocast: ClassVar[bool] = True  # where it is checked, too
+    under_autocast: ClassVar[bool] = True
     effect: ClassVar[ModClass] = "exact"
 
     def __post_init__(self) -> None:
@@ -101,7 +96,7 @@ class AlignShapes:
             raise ValueError(f"align_shapes(multiple={self.multiple}): expected a multiple of 8, e.g. 16 or 128")
 
     def rewrite(self, editor: Editor) -> None:
-        """Every linear whose K or N is no multiple."""
+        """Align every linear whose K or N is not a multiple of `multiple`."""
         for name, linear in editor.modules(nn.Linear):
             assert isinstance(linear, nn.Linear)
             sizes = linear.in_features, linear.out_features
@@ -124,5 +119,5 @@ class AlignShapes:
         if parametrize.is_parametrized(linear) or "weight" not in linear._parameters:
             return "its weight is parametrised"
         if name in editor.prediction or linear.out_features <= FEW_OUTPUTS:
-            return "a prediction layer, or as few outputs: too small a GEMM to gain from it"
+            return "a prediction layer, or one with as few outputs: its GEMM is too small to gain from padding"
         return None

@@ -1,13 +1,14 @@
-"""attention_layout: self-attention of nn.MultiheadAttention as two linears around one attention kernel.
+"""attention_layout: run the self-attention of nn.MultiheadAttention as two linears around one attention kernel.
 
     q, k, v = views of in_proj(x)        then scaled_dot_product_attention, then out_proj
 
-torch's own forward multiplies by the weights of its projections without calling a module, so nobody can watch, plan or convert them; and where its fused encoder kernel cannot run (training; any layer in
-low precision inside) it copies the packed projection into three tensors first: on an encoder of 4 x 1024 on an H200 that and the GEMM it forces take a quarter of the step. Here both projections
-are linears that are called, sites like any other, and q, k and v are views.
+torch's own forward multiplies by the projection weights without calling a module, so the projections cannot be probed,
+planned or converted. Where its fused encoder kernel cannot run (in training, or with a low-precision layer inside), it
+also copies the packed projection into three tensors: on an encoder of 4 x 1024 on an H200, this copy and the GEMM it
+forces take a quarter of the step. With this mod both projections are called as linears, and q, k and v are views.
 
-`in_proj` is a linear over the attention's own `in_proj_weight` and `in_proj_bias`: the same Parameters under the names they had, nothing new in a state_dict. Attention over another key, and
-unbatched input, run torch's forward as before. The same function, up to rounding.
+`in_proj` is a linear over the attention's own `in_proj_weight` and `in_proj_bias`. The Parameters keep their names, and
+the state_dict does not change. Cross-attention and unbatched input run torch's forward as before. Effect: rounding.
 """
 
 import math
@@ -25,7 +26,7 @@ from loka.units.flow import Flow, Unknown
 
 
 class Projection(nn.Linear):
-    """q, k and v of an nn.MultiheadAttention as a linear. The attention owns the parameters, saves and loads them."""
+    """The packed q, k, v projection of an nn.MultiheadAttention, which owns, saves and loads the parameters."""
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         nn.Module.__init__(self)
@@ -33,21 +34,21 @@ class Projection(nn.Linear):
         self.follow(attention)
 
     def follow(self, attention: nn.Module) -> None:
-        """Take the parameters that the attention has now."""
+        """Use the parameters that the attention currently has."""
         self._parameters["weight"] = attention._parameters["in_proj_weight"]
         self._parameters["bias"] = attention._parameters.get("in_proj_bias")
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the attention does."""
+        """Do nothing: the attention saves the parameters."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the attention does."""
+        """Do nothing: the attention loads the parameters."""
 
 
 class PackedAttention(nn.Module):
-    """Mixed in front of nn.MultiheadAttention."""
+    """Mixin for nn.MultiheadAttention that calls its projections as linears."""
 
-    loka_lent: ClassVar[tuple[str, ...]] = ("in_proj_weight", "in_proj_bias")  # `wrapping.LENT`
+    loka_lent: ClassVar[tuple[str, ...]] = ("in_proj_weight", "in_proj_bias")  # see `loka.nn.wrapping.LENT`
     in_proj: Projection
     out_proj: nn.Linear
     num_heads: int
@@ -65,7 +66,7 @@ class PackedAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> Any:
-        """As nn.MultiheadAttention: (output, weights or None)."""
+        """Same as nn.MultiheadAttention: return (output, weights or None)."""
         if not (query is key and key is value) or query.is_nested or query.dim() != 3:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -73,17 +74,17 @@ class PackedAttention(nn.Module):
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal says what attn_mask is, and there is none; hint: pass attn_mask too")
         if self.in_proj._parameters["weight"] is not self._parameters["in_proj_weight"]:
-            self.in_proj.follow(self)  # somebody assigned another Parameter
+            self.in_proj.follow(self)  # another Parameter was assigned to the attention
         packed = self.in_proj(query)
         rows, columns, width = packed.shape
         heads = packed.view(rows, columns, 3, self.num_heads, width // 3 // self.num_heads)
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)  # to [batch, head, position, width]
         q, k, v = (part.permute(order) for part in heads.unbind(2))
         causal = is_causal and key_padding_mask is None and not need_weights
-        mask = None if causal else _merge(attn_mask, key_padding_mask, q)
+        mask = None if causal else _merge_masks(attn_mask, key_padding_mask, q)
         dropout = self.dropout if self.training else 0.0
         if need_weights:
-            seen, weights = _attend(q, k, v, mask, dropout)
+            seen, weights = _attend_with_weights(q, k, v, mask, dropout)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             seen, weights = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
@@ -91,27 +92,29 @@ class PackedAttention(nn.Module):
         return self.out_proj(back.reshape(rows, columns, width // 3)), weights
 
 
-def _merge(attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-    """Both masks as one that is added to the scores [batch, head, position, position]."""
+def _merge_masks(attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+    """Merge both masks into one that is added to the scores [batch, head, position, position]."""
     batch, heads, length, _ = q.shape
     parts = []
     if attention is not None:
         whole = attention.view(batch, heads, length, -1) if attention.dim() == 3 else attention
-        parts.append(_additive(whole, q.dtype))
+        parts.append(_to_additive(whole, q.dtype))
     if padding is not None:
-        parts.append(_additive(padding[:, None, None, :], q.dtype))
-    return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        parts.append(_to_additive(padding[:, None, None, :], q.dtype))
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a position is seen, -inf where it is not; numbers are what they are."""
+def _to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask (True: masked out) into 0 and -inf. A floating-point mask is only cast."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
     return mask.to(dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
-    """Attention whose weights somebody wants, [batch, head, position, position]."""
+def _attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """Compute attention and return its weights [batch, head, position, position] too."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
     weights = torch.softmax(scores if mask is None else scores + mask, -1)
     weights = F.dropout(weights, dropout) if dropout else weights
@@ -128,29 +131,29 @@ def _refuse(module: nn.MultiheadAttention) -> str | None:
     return None
 
 
-def _attends_elsewhere(flow: Flow | Unknown, name: str) -> str | None:
-    """Whether the example shows a call over another key: nothing would be gained there."""
+def _refuse_cross_attention(flow: Flow | Unknown, name: str) -> str | None:
+    """Return a reason if the example shows cross-attention, which would gain nothing."""
     spans = [] if isinstance(flow, Unknown) else flow.spans_of(name)
     for span in spans:
         given = dict(span.arguments)
         used = {given.get(i, given.get(word)) for i, word in enumerate(("query", "key", "value"))}
         if len(used) > 1:
-            return "it attends over another key, for which torch's own forward is kept"
+            return "it is called for cross-attention (another key or value), for which torch's own forward is kept"
     return None
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Call the projections of self-attention as linears. It has no options."""
+    """Call the projections of self-attention as linears. No options."""
 
     name: ClassVar[str] = "attention_layout"
     effect: ClassVar[ModClass] = "rounding"
 
     def rewrite(self, editor: Editor) -> None:
-        """Every nn.MultiheadAttention with one packed projection."""
+        """Rewrite every nn.MultiheadAttention with one packed projection."""
         for name, module in list(editor.modules(nn.MultiheadAttention)):
             assert isinstance(module, nn.MultiheadAttention)
-            if why := _refuse(module) or _attends_elsewhere(editor.flow, name):
+            if why := _refuse(module) or _refuse_cross_attention(editor.flow, name):
                 editor.leave(name, why)
                 continue
             editor.mix(name, PackedAttention)

@@ -1,13 +1,15 @@
-"""block_norm: LayerNorm and RMSNorm become a parameter-free RMSNorm over fixed blocks of 256 features.
+"""block_norm: replace LayerNorm and RMSNorm by a parameter-free RMSNorm over fixed blocks of 256 features.
 
     BlockNorm(x)_c = x_c / rms(the block of c)          every output of a full block is bounded by 16
 
-Why: a block fits into one tile of a GEMM, so the norm can run in its epilogue; no mean is subtracted, so nothing cancels; and the bound makes a static FP8
-scale safe. A width under 256 is one block, a ragged tail a block of its own width. A norm over d of (B, n, d) stays one over d.
+Why: a block fits into one tile of a GEMM, so the norm can run in its epilogue; no mean is subtracted, so nothing
+cancels; and the bound makes a static FP8 scale safe. A width below 256 is one block, and the last block may be
+narrower. A norm over d of (B, n, d) stays a norm over d.
 
-The gain and the shift of the old norm move into the linears that alone read it, W <- W diag(g), b <- b + W s, which is exact; where they cannot, they are
-dropped, and the summary says why. Who reads it was seen on the example in both modes; where a forward may take other ways, nothing exact is claimed. An RMSNorm over at most 256 features whose gain moved computes the same as before, up to rounding. Everything else is
-another function.
+If only linears read the old norm's output, its gain g and shift s move into them: W <- W diag(g), b <- b + W s, which
+is exact. Otherwise they are dropped, and the summary says why. The readers are taken from a run on the example in eval
+and training mode. If the forward may branch, the result is not claimed to be the same function. An RMSNorm over at most
+256 features whose gain moved computes the same as before, up to rounding. Everything else is an architecture change.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from loka.units.flow import Sink
 
 @dataclass(frozen=True)
 class UseBlockNorm:
-    """Make LayerNorm and RMSNorm a parameter-free RMSNorm over blocks of features.
+    """Replace LayerNorm and RMSNorm by a parameter-free RMSNorm over blocks of features.
 
     Args:
         block: features per block.
@@ -48,7 +50,7 @@ class UseBlockNorm:
             )
 
     def rewrite(self, editor: Editor) -> None:
-        """Every norm over features."""
+        """Replace every norm over features."""
         for name, norm in editor.modules(*find_norms(editor.model)):
             if why := refuse_norm(norm):
                 editor.leave(name, why)
@@ -74,7 +76,7 @@ class UseBlockNorm:
 
     @staticmethod
     def _choose_eps(norm: nn.Module) -> float:
-        """An RMSNorm keeps its own; LayerNorm's guards a variance, which is another quantity."""
+        """Return the eps of an RMSNorm, or the default: a LayerNorm's eps belongs to a variance, not a mean square."""
         if not is_rms(norm):
             return EPS
         eps, weight = epsilon_of(norm), getattr(norm, "weight", None)
@@ -83,14 +85,14 @@ class UseBlockNorm:
         return torch.finfo(weight.dtype if isinstance(weight, Tensor) else torch.float32).eps
 
     def _move_affine(self, editor: Editor, name: str, norm: nn.Module) -> tuple[str, bool]:
-        """What became of gain and shift, in words, and whether nothing was lost."""
+        """Move gain and shift into the linears behind the norm. Return a description, and whether nothing was lost."""
         gain, shift = (_values(norm, attribute) for attribute in ("weight", "bias"))
         has_gain = gain is not None and bool((gain != 1).any())
         has_shift = shift is not None and bool(shift.any())
         if not has_gain and not has_shift:
             return "", True
         sinks = editor.sinks(name, shift=has_shift) if self.fold else "folding is off"
-        if isinstance(sinks, str) and has_shift and self.fold:  # without the shift, dropout is no obstacle
+        if isinstance(sinks, str) and has_shift and self.fold:  # a gain alone may pass through dropout
             sinks, has_shift, lost_shift = editor.sinks(name), False, True
         else:
             lost_shift = False
@@ -104,7 +106,7 @@ class UseBlockNorm:
         into = ", ".join(sink.site for sink in sinks)
         lost = "; its shift is dropped (no bias to move it into)" if lost_shift else ""
         branch = editor.find_branch(name, *(sink.site for sink in sinks))
-        lost += f"; the same function only on the way the example took ({branch})" if branch else ""
+        lost += f"; the same function only on the path that the example took ({branch})" if branch else ""
         return f"; its affine moved into {into}{lost}", not lost_shift and branch is None
 
 

@@ -1,11 +1,12 @@
-"""Branching: whether a module's forward can take a way that one run of it does not show.
+"""Find out whether a module's forward has branches that one run of it does not show.
 
-A mod that moves a computation from one place to another must know that both places are always passed together. One run on an example shows one way; an `if` on
-`self.training`, on an optional argument or on a flag hides the others. So the source of the forward is read, and of the methods it calls on itself, and whatever could go
-another way next time is named: conditions, loops with a condition, try, match, functions that are given the module or its children and may do anything with them, a
-forward that is decorated or replaced. Conditions that only raise, and assertions, end a call and change no way.
+A mod that moves a computation from one place to another must know that both places are always executed together. One
+run on an example shows one path; an `if` on `self.training`, on an optional argument or on a flag hides the others. So
+the source of the forward, and of the methods it calls on itself, is searched for anything that may go another way next
+time: conditions, while loops, try, match, functions that receive the module or its children and may do anything with
+them, a forward that is decorated or replaced. Assertions and conditions that only raise end the call and do not count.
 
-This errs on the side of naming too much. Where the source cannot be read, that is the reason.
+The search errs on the side of caution. If the source cannot be read, that is reported as the reason.
 """
 
 import ast
@@ -18,19 +19,18 @@ from torch import nn
 
 from loka.mods.interception import Reordered
 
-_STRAIGHT = (nn.Sequential.forward, Reordered.forward)
-_LOOPS = ("enumerate", "reversed", "zip", "range", "len", "list", "tuple")
+_BRANCHLESS = (nn.Sequential.forward, Reordered.forward)
+_HARMLESS = ("enumerate", "reversed", "zip", "range", "len", "list", "tuple")  # functions that may receive children
 
 
-def find_branch(module: nn.Module, *, strict: bool = False) -> str | None:
-    """Why a module's forward may do something else on another call; None where it always runs the same lines.
+def find_branch(module: nn.Module) -> str | None:
+    """Return why a module's forward may run differently on another call, or None if it always runs the same lines.
 
     Args:
-        module: any module; its children are not looked into.
-        strict: also name everything it reads of itself that is no module: a number of layers, a list, a flag handed on.
+        module: any module; its children's forwards are not searched.
 
     Returns:
-        The reason, with the line, or None.
+        The reason, with the expression, or None.
 
     Example:
         >>> find_branch(nn.Sequential(nn.Linear(2, 2))) is None
@@ -39,14 +39,14 @@ def find_branch(module: nn.Module, *, strict: bool = False) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     kind = type(module)
-    if kind.forward in _STRAIGHT:
+    if kind.forward in _BRANCHLESS:
         return None
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
-    return next(_walk(module, "forward", kind.forward, set(), strict), None)
+    return next(_find_branches(module, "forward", kind.forward, set()), None)
 
 
-def _walk(module: nn.Module, name: str, function: Callable[..., Any], seen: set[Any], strict: bool) -> Iterator[str]:
+def _find_branches(module: nn.Module, name: str, function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
     if function in seen:
         return
     seen.add(function)
@@ -62,15 +62,13 @@ def _walk(module: nn.Module, name: str, function: Callable[..., Any], seen: set[
         if condition := _condition(node):
             yield f"its {name} branches ({condition}), and one run shows one way only"
         elif isinstance(node, ast.Call):
-            yield from _walk_call(module, node, own, seen, strict)
+            yield from _find_in_call(module, node, own, seen)
         elif (
             isinstance(node, ast.Subscript)
             and _is_own(module, node.value, own)
             and f"{own}." in ast.unparse(node.slice)
         ):
             yield f"its {name} chooses {ast.unparse(node)}, which may change later"
-        elif strict and _reads_other(module, node, own):
-            yield f"its {name} reads {ast.unparse(node)}, which may change later"
 
 
 def _parse(function: Callable[..., Any]) -> ast.FunctionDef | None:
@@ -82,7 +80,7 @@ def _parse(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 def _nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Every node that can decide anything: not assertions, not conditions that only raise, not annotations."""
+    """Yield every node that can affect control flow: no assertions, no conditions that only raise, no annotations."""
     waiting: list[ast.AST] = list(reversed(body))
     while waiting:
         node = waiting.pop()
@@ -111,27 +109,27 @@ def _condition(node: ast.AST) -> str | None:
     return None
 
 
-def _walk_call(module: nn.Module, node: ast.Call, own: str, seen: set[Any], strict: bool) -> Iterator[str]:
-    """Methods of the module itself are read too; a function that gets the module or a child of it may do anything."""
+def _find_in_call(module: nn.Module, node: ast.Call, own: str, seen: set[Any]) -> Iterator[str]:
+    """Search methods of the module itself. A function that receives the module or a child of it may do anything."""
     called = node.func
     handed = [*node.args, *(keyword.value for keyword in node.keywords)]
     given = [value for value in handed if _is_own(module, value, own)]
-    if given and not (isinstance(called, ast.Name) and called.id in _LOOPS):
+    if given and not (isinstance(called, ast.Name) and called.id in _HARMLESS):
         yield f"it hands {ast.unparse(given[0])} to {ast.unparse(called)}"
     elif isinstance(called, ast.Name) and called.id in ("getattr", "eval", "exec"):
         yield f"it calls {called.id}"
     elif isinstance(called, ast.Attribute) and ast.unparse(called.value) == "super()":
         for base in type(module).__mro__[1:]:
             if callable(function := vars(base).get(called.attr)) and base is not nn.Module:
-                yield from _walk(module, called.attr, function, seen, strict)
+                yield from _find_branches(module, called.attr, function, seen)
     elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == own:
         function = inspect.getattr_static(type(module), called.attr, None)
         if inspect.isfunction(function):
-            yield from _walk(module, called.attr, function, seen, strict)
+            yield from _find_branches(module, called.attr, function, seen)
 
 
 def _is_own(module: nn.Module, value: ast.expr, own: str) -> bool:
-    """Whether an expression is the module or one of its children, not called."""
+    """Return True if an expression refers to the module, a child or a method of it, without calling it."""
     if isinstance(value, ast.Name):
         return value.id == own
     if isinstance(value, ast.Subscript):
@@ -142,10 +140,3 @@ def _is_own(module: nn.Module, value: ast.expr, own: str) -> bool:
         found = getattr(module, value.attr, None)
         return isinstance(found, nn.Module) or callable(found)
     return _is_own(module, value.value, own)
-
-
-def _reads_other(module: nn.Module, node: ast.AST, own: str) -> bool:
-    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own):
-        return False
-    method = inspect.isfunction(inspect.getattr_static(type(module), node.attr, None))
-    return node.attr not in module._modules and not method

@@ -1,7 +1,7 @@
-"""Calling: in which modules' forwards the example calls a function that a mod computes otherwise.
+"""Find the modules whose forward calls a function that a mod computes differently, such as `torch.einsum`.
 
-Such a function belongs to no module: `torch.einsum` in the middle of a forward. A torch function mode sees the call (`Note`), hooks say whose forward is running, and the mod puts its class in front
-of that module.
+A torch function mode sees the call, and hooks tell whose forward is running. The mod then adds its mixin to that
+module.
 """
 
 from collections.abc import Callable
@@ -17,24 +17,25 @@ from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model
 from loka.units.undisturbed import set_mode, undisturbed
 
-Note = Callable[[str], None]  # what a mode calls where it finds something: with nothing, or with the reason to leave it
+# a mode calls this for every call it finds, with "" if the mod takes it, or with the reason why not
+Note = Callable[[str], None]
 
 
 def find_callers(
     editor: Editor, mode: Callable[[Note], TorchFunctionMode], *, left: set[str] | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Run the example under a mode.
+    """Run the example under a torch function mode that looks for certain calls.
 
     Args:
-        editor: of the model; where the example does not run, it is told why nothing is changed.
-        mode: makes the mode, given what to call where it finds something. What it finds and leaves is told to the editor.
-        left: takes the names of modules in which something was left, instead of the editor.
+        editor: the model's editor. If there is no example or it fails, the reason is reported here.
+        mode: makes the mode, given the `Note` to call. Calls that the mod does not take are reported to the editor.
+        left: if given, the names of modules with calls that the mod does not take are added here instead.
 
     Returns:
-        The innermost modules whose forwards it found something in, with their names.
+        The innermost modules whose forwards make calls that the mod takes, with their names.
     """
     if editor.example is None:
-        editor.leave("", "what its forwards multiply is not known; pass example=")
+        editor.leave("", "which products its forwards compute is not known; hint: pass example=")
         return []
     names = {id(module): name for name, module in editor.model.named_modules()}
     running: list[str] = []

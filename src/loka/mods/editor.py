@@ -1,7 +1,7 @@
-"""Editor: what a mod is given to work with. It finds sites, makes changes through the journal, and writes down what was left and why.
+"""Editor: the interface through which a mod finds sites, makes reversible changes, and reports what it left and why.
 
-One editor serves one mod on one model. Flow (what feeds what) is recorded when a mod first asks for it, on the example or on the model's own
-`example_inputs`, in eval and in training mode; where there is neither, a mod gets the reason instead and does without.
+One editor serves one mod on one model. The flow (which module feeds which) is recorded on first use, from the example
+or from the model's own `example_inputs`, in eval and in training mode. With neither, the mod gets the reason instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +33,12 @@ from loka.records.mods import ModChange, ModClass, ModLeft
 from loka.units.flow import Call, Flow, Sink, Unknown, follow, prediction_linears, record
 
 ModuleFilter = Callable[[nn.Module, str], bool]
-Judge = Callable[[ModClass, Sequence[Step]], str | None]  # of one change: why it must be undone
-FEW_OUTPUTS = 8  # without a flow, a linear with at most this many outputs is taken for a prediction layer
+Judge = Callable[[ModClass, Sequence[Step]], str | None]  # returns why one change must be undone, or None
+FEW_OUTPUTS = 8  # without a flow, a linear with at most this many outputs is assumed to be a prediction layer
 
 
 class Editor:
-    """The hands of one mod on one model."""
+    """Finds sites for one mod on one model, and records its changes."""
 
     def __init__(
         self, model: nn.Module, mod: str, keep: ModuleFilter | None, example: Any, judge: Judge | None = None
@@ -46,7 +46,7 @@ class Editor:
         self.model, self.mod = model, mod
         self._keep, self._example, self._judge = keep, example, judge
         self._encoders = has_encoders(model)
-        self._kept = len(journal_of(model))  # steps that no judge can take back any more
+        self._kept = len(journal_of(model))  # number of steps that are accepted and no longer undone by the judge
         self._flow: Flow | Unknown | None = None
         self._training_flow: Flow | Unknown | None = None
         self._prediction: frozenset[str] | None = None
@@ -54,7 +54,7 @@ class Editor:
         self.left: list[ModLeft] = []
         self.notes: list[str] = []
 
-    # Looking
+    # Inspecting the model
 
     @property
     def example(self) -> Any:
@@ -62,42 +62,45 @@ class Editor:
         return self._example
 
     def keeps(self, module: nn.Module, name: str) -> bool:
-        """Whether the filter lets a module through."""
+        """Return True if the module filter accepts a module."""
         return self._keep is None or self._keep(module, name)
 
     def modules(self, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-        """Every module of these kinds (all without any) under its first name; what the filter rejects is left, with that reason."""
+        """Yield every module of these classes (all if none is given) under its first name.
+
+        Modules that the filter rejects are reported as left.
+        """
         for name, module in list(self.model.named_modules()):
             if (kinds and not isinstance(module, kinds)) or any(part in module._modules for part in WRAPPER_SEGMENTS):
                 continue
             if self._lets_through(module, name):
                 yield name, module
             else:
-                self.leave(name, "module_filter_fn does not let it through")
+                self.leave(name, "it is excluded by module_filter_fn")
 
     def _lets_through(self, module: nn.Module, name: str) -> bool:
         return self._keep is None or self._keep(module, plain_name(name))
 
     @property
     def flow(self) -> Flow | Unknown:
-        """What feeds what, or why that is not known."""
+        """The flow in eval mode, or why it is not known."""
         if self._flow is None:
             self._flow = record(self.model, self._example)
             if isinstance(self._flow, Unknown) and self._example is not None:
-                self._flow = self.training_flow  # a model that runs in training mode only
+                self._flow = self.training_flow  # the model may run in training mode only
         return self._flow
 
     @property
     def training_flow(self) -> Flow | Unknown:
-        """The same in training mode."""
+        """The flow in training mode, or why it is not known."""
         if self._training_flow is None:
             self._training_flow = record(self.model, self._example, training=True)
         return self._training_flow
 
     def find_branch(self, *sites: str) -> str | None:
-        """Why the modules at these sites may be passed on other ways than the example's; None where they are always passed together.
+        """Return why the modules at these sites may not always be called together, as on the example; None if they are.
 
-        What decides is the forward of every module from the innermost that holds them all down to the ones that call them.
+        This depends on the forwards from the innermost module that contains all of them down to the direct callers.
         """
         common = sites[0].split(".")[:-1]
         for site in sites[1:]:
@@ -105,7 +108,7 @@ class Editor:
             same = [a == b for a, b in zip(common, parts, strict=False)]
             common = common[: same.index(False) if False in same else len(same)]
         while common and isinstance(self.model.get_submodule(".".join(common)), (nn.ModuleList, nn.ModuleDict)):
-            common.pop()  # its parts are called by the module that holds it
+            common.pop()  # containers have no forward: their owner calls the children
         frames = {
             ".".join(site.split(".")[:count]) for site in sites for count in range(len(common), site.count(".") + 1)
         }
@@ -120,11 +123,16 @@ class Editor:
         return None
 
     def calls(self, name: str) -> list[Call]:
-        """The calls of an atom that were seen, none where nothing was seen."""
+        """Return the recorded calls of a module without children; empty if no flow is known."""
         return [] if isinstance(self.flow, Unknown) else self.flow.calls_of(name)
 
     def sinks(self, name: str, *, shift: bool = False) -> list[Sink] | str:
-        """The linears that alone read what the module makes, or what stands in the way of moving an affine map into them."""
+        """Return the linears that alone read a module's output, or why an affine map cannot move into them.
+
+        Args:
+            name: the module.
+            shift: whether the map adds a shift, which cannot pass through dropout.
+        """
         if isinstance(self.flow, Unknown):
             return self.flow.reason
         calls = self.flow.calls_of(name)
@@ -141,7 +149,7 @@ class Editor:
         return found
 
     def _refuse_in_training(self, name: str, sinks: list[Sink], *, shift: bool) -> str | None:
-        """What else training mode does with it; a model that cannot be run in it, on this example, is believed."""
+        """Return how training mode differs from eval. If training mode cannot be recorded, eval mode is trusted."""
         flow = self.training_flow
         if isinstance(flow, Unknown):
             return None
@@ -165,14 +173,14 @@ class Editor:
         return None
 
     def is_tied(self, module: nn.Module) -> bool:
-        """Whether a parameter of the module is registered elsewhere too."""
+        """Return True if another module shares a parameter of this one."""
         own = {id(p) for p in module.parameters(recurse=False)}
         everywhere = [id(p) for m in self.model.modules() for p in own_parameters(m)]
         return any(everywhere.count(key) > 1 for key in own)
 
     @property
     def prediction(self) -> frozenset[str]:
-        """Names of the linears whose output is the model's answer: seen in the flow, else guessed from their few outputs."""
+        """Names of the linears that produce the model's output: read from the flow, else guessed from few outputs."""
         if self._prediction is None:
             self._prediction = self._find_prediction()
         return self._prediction
@@ -186,10 +194,10 @@ class Editor:
             self.note(f"prediction layers guessed from their few outputs ({', '.join(few)}): {self.flow.reason}")
         return frozenset(few)
 
-    # Changing
+    # Changing the model
 
     def swap(self, name: str, new: nn.Module, what: str, effect: ModClass) -> None:
-        """Another module under all names of the old one."""
+        """Replace a module under all its names, and record the change."""
         old = self.model.get_submodule(name)
         names = names_of(self.model, old)
         lost = tuple(key for key in old.state_dict() if key not in new.state_dict())
@@ -201,26 +209,26 @@ class Editor:
         self.change(name, what, effect)
 
     def mix(self, name: str, mixin: type[nn.Module], **attributes: Any) -> None:
-        """Put a class in front of the module's own; attributes go beside its parameters, outside of the state_dict."""
+        """Add a mixin in front of the module's class. The attributes are not part of the state_dict."""
         module = self.model.get_submodule(name)
         self.log(Reclass(name, mixin, tuple(attributes)))
         module.__class__ = mix(type(module), mixin)
         module.__dict__.update(attributes)
 
     def hook(self, name: str, hook: Callable[..., Any], *, before: bool) -> None:
-        """Change what goes into a module (before) or comes out of it."""
+        """Register a forward-pre hook (`before`) or a forward hook."""
         step = Hook(name, hook, before)
         step.apply_to(self.model)
         self.log(step)
 
     def exchange(self, first: str, second: str) -> None:
-        """Two modules under each other's names."""
+        """Exchange the places of two modules."""
         step = Exchange(first, second)
         step.apply_to(self.model)
         self.log(step)
 
     def drop(self, name: str, attribute: str) -> None:
-        """A parameter that is no more; the mod says why with `change`."""
+        """Set a parameter to None. The mod then reports it with `change`."""
         module = self.model.get_submodule(name)
         old = getattr(module, attribute)
         self.log(Drop(names_of(self.model, module), attribute, old))
@@ -232,26 +240,26 @@ class Editor:
         self.log(fold)
 
     def mark(self, name: str, attribute: str, value: Any) -> None:
-        """Leave a note on a module for other tools."""
+        """Set an attribute on a module for other tools to read."""
         module = self.model.get_submodule(name)
         self.log(Mark(name, attribute, module.__dict__.get(attribute)))
         module.__dict__[attribute] = value
 
     def add(self, name: str, child: str, module: nn.Module) -> None:
-        """A child that the module had not, over parameters that it has."""
+        """Add a child module that uses parameters which its parent already has."""
         parent = self.model.get_submodule(name)
         module.train(parent.training)
         parent.add_module(child, module)
         self.log(Add(name, child))
 
     def log(self, step: Step) -> None:
-        """A change that can be undone."""
+        """Append a step to the journal, so that it can be undone."""
         journal_of(self.model).append(step)
 
-    # Telling
+    # Reporting
 
     def change(self, name: str, what: str, effect: ModClass) -> None:
-        """A site was rewritten, by the steps since the last change; where there is a judge who refuses, they are undone."""
+        """Report that the steps since the last change rewrote a site. If the judge rejects them, they are undone."""
         if self._encoders:
             keep_ordinary_paths(self.model)
         steps = journal_of(self.model)
@@ -264,10 +272,10 @@ class Editor:
         self.changed.append(ModChange(mod=self.mod, site=plain_name(name), effect=effect, what=what))
 
     def leave(self, name: str, why: str) -> None:
-        """A site was not rewritten."""
+        """Report that a site was not rewritten."""
         self.left.append(ModLeft(mod=self.mod, site=plain_name(name), why=why))
 
     def note(self, text: str) -> None:
-        """Something a reader must know."""
+        """Add a note to the summary."""
         if text not in self.notes:
             self.notes.append(text)

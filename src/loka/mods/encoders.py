@@ -1,9 +1,11 @@
-"""Keep torch's fused encoder layer from going past what a mod changed.
+"""Keep torch's fused encoder layer from bypassing modules that a mod changed.
 
-In eval mode and without gradients nn.TransformerEncoderLayer hands the weights of its linears and norms to one fused kernel and calls none of them: a norm that became a
-BlockNorm has no weight to hand over, an activation that was swapped would not be the one that runs. torch takes the ordinary path where anything inside the layer has a
-hook, so a layer in which a mod changed something gets one that does nothing else; the nn.TransformerEncoder around it packs padded batches for that kernel alone, so this is
-switched off with it, and the zeros it left for the padding are put there (`loka.nn.padding`). All are steps of the journal and undone with the mods. `convert` does the same for its own linears (`loka.lowp.fast_path`), each without the other.
+In eval mode without gradients, nn.TransformerEncoderLayer passes the weights of its linears and norms to one fused
+kernel and calls none of these modules. But a BlockNorm has no weight to pass, and a swapped activation would not run.
+torch takes the regular path if anything inside the layer has a hook, so a changed layer gets a no-op hook.
+nn.TransformerEncoder packs padded batches only for the fused kernel, so packing is switched off too, and padded
+positions are zeroed as it would have done (`loka.nn.padding`). All of this is in the journal and undone with the mods.
+`convert` does the same for its own linears, independently (`loka.lowp.fast_path`).
 """
 
 from typing import Any
@@ -15,10 +17,10 @@ from loka.nn.padding import ZeroPadding
 
 
 class OrdinaryPath:
-    """A forward-pre hook whose presence is its effect."""
+    """A forward-pre hook whose mere presence disables the fused path."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Nothing, unless an encoder that was not seen packs its batches all the same."""
+        """Do nothing, but raise if an encoder outside the modified model still packs its batches."""
         if args and isinstance(args[0], Tensor) and args[0].is_nested:
             raise ValueError(
                 "a modified nn.TransformerEncoderLayer got a nested tensor from the nn.TransformerEncoder around it; "
@@ -27,11 +29,7 @@ class OrdinaryPath:
 
 
 def keep_ordinary_paths(model: nn.Module) -> None:
-    """Close the fused path of every encoder layer in which the journal has a change.
-
-    Args:
-        model: with the change made, and written in its journal.
-    """
+    """Disable the fused path of every encoder layer in which the model's journal records a change."""
     steps = journal_of(model)
     closed = {step.name for step in steps if isinstance(step, Hook) and isinstance(step.hook, OrdinaryPath)}
     sites = {name for step in steps for name in (getattr(step, "name", None), *getattr(step, "names", ())) if name}
@@ -54,11 +52,7 @@ def keep_ordinary_paths(model: nn.Module) -> None:
 
 
 def has_encoders(model: nn.Module) -> bool:
-    """Whether there is any layer with a fused path.
-
-    Args:
-        model: any module.
-    """
+    """Return True if the model contains an nn.TransformerEncoderLayer."""
     return any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
 
 

@@ -1,12 +1,15 @@
-"""feature_layout: a linear over the n features of x [B, n, d] multiplies from the left, where x lies, instead of over a transposed copy.
+"""feature_layout: multiply linears over the n features of x [B, n, d] from the left, without a transposed copy of x.
 
     lin(x.transpose(1, 2)).transpose(1, 2)  =  W x (+ b)
 
-That is how compression layers and shortcuts of Wukong, DHEN and their like are written in plain PyTorch. The transposes look free and are not: a GEMM over the transposed x copies it, autograd
-saves the copy, and every sum and norm behind it reads memory across. On a plain Wukong (6 layers, 8192 rows, H200) the kernels that do this take a third of the bf16 step.
+Compression layers and shortcuts of Wukong, DHEN and similar models are written with transposes in plain PyTorch. These
+look free but are not: the GEMM copies the transposed x, autograd saves the copy, and every later sum and norm reads
+memory with a stride. On a plain Wukong (6 layers, 8192 rows, H200) the kernels that do this take a third of the bf16
+step.
 
-The linear gets a forward of its own that takes the transposed view and returns one, so that the model's own transposes undo ours and a compiler sees none. Parameters, names and the user's forward stay.
-The products are the same, summed in another order: rounding. A linear whose input or output is read in any other way is left.
+The linear gets a forward that takes and returns transposed views, so the model's own transposes cancel out and a
+compiler sees none. Parameters, names and the user's forward do not change. Products are summed in another order:
+rounding. A linear whose input or output is used in any other way is left unchanged.
 """
 
 from dataclasses import dataclass
@@ -20,18 +23,18 @@ from loka.nn.mix import compute_dtype, mix_features
 from loka.records.mods import ModClass
 from loka.units.flow import Call, Flow
 
-_TURNS = ("transpose", "permute", "t", "mT")
+_TRANSPOSES = ("transpose", "permute", "t", "mT")
 
 
 class OverFeatures(nn.Module):
-    """Mixed in front of an nn.Linear: takes and returns transposed views, multiplies where the data lie."""
+    """Mixin for an nn.Linear: takes and returns transposed views, and multiplies in the original layout."""
 
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, d, n] -> [B, d, m], both views of tensors that lie as [B, n, d] and [B, m, d]."""
-        if input.dim() != 3:  # a call that the example did not show
+        """[B, d, n] -> [B, d, m], both views of contiguous tensors [B, n, d] and [B, m, d]."""
+        if input.dim() != 3:  # unlike on the example
             return super().forward(input)  # type: ignore[no-any-return]
         x = input.transpose(-1, -2)
         y = mix_features(self.weight, x.to(compute_dtype(x)))
@@ -42,7 +45,7 @@ class OverFeatures(nn.Module):
 
 @dataclass(frozen=True)
 class FeatureLayout:
-    """Multiply over features from the left. It has no options.
+    """Multiply linears over features from the left. No options.
 
     Example:
         >>> loka.mods.apply(model, [FeatureLayout()], example=batch)
@@ -52,15 +55,15 @@ class FeatureLayout:
     effect: ClassVar[ModClass] = "rounding"
 
     def rewrite(self, editor: Editor) -> None:
-        """Linears whose input was just transposed and whose output is transposed next."""
+        """Rewrite linears whose input was just transposed and whose output is transposed next."""
         flow = editor.flow
         if not isinstance(flow, Flow):
-            editor.leave("", f"what stands around its linears is not known: {flow.reason}")
+            editor.leave("", f"which operations surround its linears is not known: {flow.reason}")
             return
         makers = {value: call for call in flow.calls for value in call.outputs}
         for name, module in list(editor.modules(nn.Linear)):
             calls = flow.calls_of(name)
-            if not calls or not all(_is_turned(flow, call, makers) for call in calls):
+            if not calls or not all(_is_transposed(flow, call, makers) for call in calls):
                 continue
             if why := refuse(module):
                 editor.leave(name, why)
@@ -69,8 +72,8 @@ class FeatureLayout:
             editor.change(name, "multiplies over features where they lie, without a transposed copy", "rounding")
 
 
-def _is_turned(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:
-    """Whether a linear reads the last two dimensions of a 3-D tensor turned round, and is only read turned back."""
+def _is_transposed(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:
+    """Return True if a linear's 3-D input comes from a transpose of its last two dimensions, and only such read it."""
     value, result = call.inputs[0], call.outputs[0]
     made = makers.get(value)
     if len(flow.shapes[value]) != 3 or made is None or not _swaps(flow, made, value) or result in flow.results:
@@ -80,7 +83,7 @@ def _is_turned(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:
 
 
 def _swaps(flow: Flow, call: Call, made: int) -> bool:
-    if call.site is not None or call.op not in _TURNS or not call.inputs:
+    if call.site is not None or call.op not in _TRANSPOSES or not call.inputs:
         return False
     before, after = flow.shapes[call.inputs[0]], flow.shapes[made]
     return len(before) == 3 and after == (before[0], before[2], before[1])

@@ -1,11 +1,15 @@
-"""feature_products: a matrix over the n features of x [B, n, d], multiplied by a function, multiplies from the left where x lies.
+"""feature_products: multiply matrices over the n features of x [B, n, d] (einsum, @) from the left, without copying x.
 
     torch.einsum("bnd,nk->bdk", x, P)        x.transpose(1, 2) @ P        ->        (P^T x)^T
 
-That is how the projections of factorisation machines are written in plain PyTorch. Both spellings make torch copy x transposed before the GEMM (8192 x 128 x 128 numbers in every layer of a
-Wukong), and autograd keeps the copy. Where x then meets these mixtures of itself, `bmm(x, x^T P)`, compiled code runs both products in one kernel (`loka.kernels.mixed_dots`). `feature_layout` does the same for linears; here the matrix is a Parameter of the user's module and its forward calls a function.
+This is how projections of factorization machines are written in plain PyTorch. Both spellings make torch copy x
+transposed before the GEMM (8192 x 128 x 128 numbers in every layer of a Wukong), and autograd saves the copy. If x is
+then multiplied by these mixtures of its own features, `bmm(x, x^T P)`, compiled code runs both products in one kernel
+(`loka.kernels.mixed_dots`). `feature_layout` does the same for linears; here the matrix is a Parameter of the user's
+module.
 
-The forward stays the user's. While it runs, a torch function mode looks at transposes, einsum and matrix products, and computes those of this form from the left. Sums are in another order: rounding.
+The user's forward still runs. A torch function mode intercepts transposes, einsum and matrix products inside it, and
+computes those of this form from the left. Sums are in another order: rounding.
 """
 
 from dataclasses import dataclass
@@ -25,99 +29,105 @@ from loka.records.mods import ModClass
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 
 
-class _Mixed(NamedTuple):
-    """Mixtures W x that a forward has made, and how."""
+class _Mixture(NamedTuple):
+    """A mixture W x of features that a forward has computed."""
 
-    made: Tensor  # as they were returned
+    made: Tensor  # the returned tensor
     weight: Tensor
     x: Tensor
-    turned: bool  # whether transposed
-    grad: bool  # whether with gradients
+    transposed: bool  # whether `made` is (W x)^T
+    grad: bool  # whether gradients were enabled
     dtype: torch.dtype
 
 
-class _FromTheLeft(TorchFunctionMode):
-    """Computes products over features from the left, and in compiled code products of x with mixtures of itself in one kernel. A write in place forgets what was seen."""
+class _MultiplyFromLeft(TorchFunctionMode):
+    """Computes products over features from the left.
+
+    In compiled code with `fuses`, products of x with mixtures of itself run in one kernel. An in-place write clears all
+    recorded tensors, because they may no longer hold what was computed.
+    """
 
     def __init__(self, note: Note | None = None, *, fuses: bool = False) -> None:
         super().__init__()
-        self.note = note  # called where one is found
+        self.note = note  # called for every product found
         self.fuses = fuses
-        self.turned: list[tuple[Tensor, Tensor]] = []  # a transpose, and of what
-        self.mixed: list[_Mixed] = []
+        self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
+        self.mixtures: list[_Mixture] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = None
         if func is torch.einsum and not kwargs:
-            found = self._einsum(args)
+            found = self._replace_einsum(args)
         elif func in _PRODUCTS and len(args) == 2 and not kwargs:
-            found = self._product(args[0], args[1])
+            found = self._replace_matmul(args[0], args[1])
         if found is not None:
             return found
         out = func(*args, **kwargs)
         if writes(func, args, kwargs):
-            if self.turned:  # an empty list is left alone: nothing may be written from inside of an autograd function that is compiled
-                self.turned.clear()
-            if self.mixed:
-                self.mixed.clear()
+            # clear only what is not empty: a compiled autograd function must not mutate outside state
+            if self.transposes:
+                self.transposes.clear()
+            if self.mixtures:
+                self.mixtures.clear()
         elif is_transpose(func, args):
-            self.turned.append((out, args[0]))
+            self.transposes.append((out, args[0]))
         return out
 
-    def _einsum(self, args: Any) -> Tensor | None:
+    def _replace_einsum(self, args: Any) -> Tensor | None:
         operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
         if len(operands) != 2 or not isinstance(args[0], str):
             return None
-        turned = _read_product(args[0])
-        if turned is not None:
-            return self._find_mixed(operands[0], operands[1], turned)
-        read = _read(args[0])
-        if read is None:
+        transposed = _parse_product(args[0])
+        if transposed is not None:
+            return self._multiply_mixture(operands[0], operands[1], transposed)
+        parsed = _parse_mixture(args[0])
+        if parsed is None:
             return None
-        first, turned_matrix, turned_result = read
+        first, transposed_matrix, transposed_result = parsed
         x, matrix = operands[first], operands[1 - first]
-        over = matrix.shape[-1:] if turned_matrix else matrix.shape[:1]
+        over = matrix.shape[-1:] if transposed_matrix else matrix.shape[:1]
         if not _fits(x, matrix, over):
             return None
-        return self._mix(matrix if turned_matrix else matrix.mT, x, turned_result)
+        return self._mix(matrix if transposed_matrix else matrix.mT, x, transposed_result)
 
-    def _product(self, a: Any, b: Any) -> Tensor | None:
-        for turned, x in self.turned:
-            if a is turned and _fits(x, b, b.shape[:1] if b.dim() else ()):
+    def _replace_matmul(self, a: Any, b: Any) -> Tensor | None:
+        for transpose, x in self.transposes:
+            if a is transpose and _fits(x, b, b.shape[:1] if b.dim() else ()):
                 return self._mix(b.mT, x, True)
-        found = self._find_mixed(a, b, True)
+        found = self._multiply_mixture(a, b, True)
         if found is not None:
             return found
-        for turned, source in self.turned:
-            if b is turned:
-                return self._find_mixed(a, source, False)
+        for transpose, source in self.transposes:
+            if b is transpose:
+                return self._multiply_mixture(a, source, False)
         return None
 
-    def _mix(self, weight: Tensor, x: Tensor, turned: bool) -> Tensor:
-        """W x for W [k, n] and x [B, n, d]; `turned`: transposed."""
+    def _mix(self, weight: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        """Return W x, or its transpose, for W [k, n] and x [B, n, d]."""
         if self.note is not None:
             self.note("")
         wide = x.to(compute_dtype(x))
         with without_autocast(x):
             y = mix_features(weight, wide)
-        y = y.mT if turned else y
+        y = y.mT if transposed else y
         if self.fuses and torch.compiler.is_compiling():
-            # not in eager mode: the mixtures are there already, and one product is cheaper than two
-            self.mixed.append(_Mixed(y, weight, x, turned, torch.is_grad_enabled(), wide.dtype))
+            # not in eager mode: the mixture is computed already, and one product is cheaper than two
+            self.mixtures.append(_Mixture(y, weight, x, transposed, torch.is_grad_enabled(), wide.dtype))
         return y
 
-    def _find_mixed(self, x: Tensor, made: Tensor, turned: bool) -> Tensor | None:
-        """The products of x with mixtures of itself, where those are what it is multiplied by; what made them is then read by nobody."""
-        for mixed in self.mixed:
-            if made is mixed.made and x is mixed.x and turned == mixed.turned and (mixed.grad, mixed.dtype) == (torch.is_grad_enabled(), compute_dtype(x)):  # fmt: skip
-                return multiply_mixtures(x, mixed.weight)
+    def _multiply_mixture(self, x: Tensor, made: Tensor, transposed: bool) -> Tensor | None:
+        """Return the products of x with a recorded mixture of itself, or None. The mixture itself is then unused."""
+        for mixture in self.mixtures:
+            same = made is mixture.made and x is mixture.x and transposed == mixture.transposed
+            if same and (mixture.grad, mixture.dtype) == (torch.is_grad_enabled(), compute_dtype(x)):
+                return multiply_mixtures(x, mixture.weight)
         return None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _read_product(equation: str) -> bool | None:
-    """Of "bnd,bdk->bnk" True, of "bnd,bkd->bnk" False; None for another contraction."""
+def _parse_product(equation: str) -> bool | None:
+    """Return True for "bnd,bdk->bnk", False for "bnd,bkd->bnk", None for any other contraction."""
     sides = equation.replace(" ", "").split("->")
     inputs = sides[0].split(",")
     if len(sides) != 2 or [len(part) for part in (*inputs, sides[1])] != [3, 3, 3] or any(len(set(part)) < 3 for part in (*inputs, sides[1])):  # fmt: skip
@@ -131,8 +141,8 @@ def _read_product(equation: str) -> bool | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _read(equation: str) -> tuple[int, bool, bool] | None:
-    """Which operand is x, whether the matrix is [k, n], whether the result is [B, d, k]; None where it is another contraction."""
+def _parse_mixture(equation: str) -> tuple[int, bool, bool] | None:
+    """Return which operand is x, whether the matrix is [k, n], and whether the result is [B, d, k]; None otherwise."""
     sides = equation.replace(" ", "").split("->")
     inputs = sides[0].split(",")
     if len(sides) != 2 or len(inputs) != 2 or sorted(map(len, inputs)) != [2, 3]:
@@ -148,60 +158,63 @@ def _read(equation: str) -> tuple[int, bool, bool] | None:
 
 
 def _fits(x: Tensor, matrix: Tensor, over: Any) -> bool:
-    """Whether it is a batch of feature vectors and one matrix over the features."""
+    """Return True if x is a batch of feature vectors and the matrix multiplies over the features."""
     return x.dim() == 3 and matrix.dim() == 2 and tuple(over) == (x.shape[1],) and x.is_floating_point() and matrix.is_floating_point()  # fmt: skip
 
 
-class _Unwritten(_FromTheLeft):
-    """Finds out in eager mode, on the example, whether anything is written to between the making of mixtures and their product with x: in compiled code a mode does not see every write."""
+class _DetectWrites(_MultiplyFromLeft):
+    """Detects, in eager mode on the example, in-place writes between a mixture and its product with x.
+
+    This must be known beforehand, because in compiled code a mode does not see every write.
+    """
 
     def __init__(self, note: Note) -> None:
         super().__init__()
-        self.told = note
-        self.versions: list[tuple[_Mixed, tuple[int, ...] | None]] = []
+        self.report = note
+        self.versions: list[tuple[_Mixture, tuple[int, ...] | None]] = []
 
-    def _mix(self, weight: Tensor, x: Tensor, turned: bool) -> Tensor:
-        y = super()._mix(weight, x, turned)
-        mixed = _Mixed(y, weight, x, turned, torch.is_grad_enabled(), y.dtype)
-        self.versions.append((mixed, _versions(mixed)))
+    def _mix(self, weight: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        y = super()._mix(weight, x, transposed)
+        mixture = _Mixture(y, weight, x, transposed, torch.is_grad_enabled(), y.dtype)
+        self.versions.append((mixture, _versions(mixture)))
         return y
 
-    def _find_mixed(self, x: Tensor, made: Tensor, turned: bool) -> Tensor | None:
-        for mixed, before in self.versions:
-            if made is mixed.made and x is mixed.x:
-                self.told("" if before is not None and before == _versions(mixed) else "written to")
+    def _multiply_mixture(self, x: Tensor, made: Tensor, transposed: bool) -> Tensor | None:
+        for mixture, before in self.versions:
+            if made is mixture.made and x is mixture.x:
+                self.report("" if before is not None and before == _versions(mixture) else "written to")
         return None
 
 
-def _versions(mixed: _Mixed) -> tuple[int, ...] | None:
-    """How often each was written to; None where torch does not count."""
-    tensors = mixed.made, mixed.weight, mixed.x
+def _versions(mixture: _Mixture) -> tuple[int, ...] | None:
+    """Return the version counters of the tensors; None for inference tensors, which have none."""
+    tensors = mixture.made, mixture.weight, mixture.x
     return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
 
 class OverFeaturesCalls(nn.Module):
-    """Mixed in front of the module whose forward has the products."""
+    """Mixin for a module whose forward multiplies over features."""
 
-    loka_fuses: bool  # whether x may meet mixtures of itself in one kernel
+    loka_fuses: bool  # whether products of x with mixtures of itself may run in one kernel
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, looked at."""
-        with _FromTheLeft(fuses=self.loka_fuses):
+        """Run the module's own forward under the mode."""
+        with _MultiplyFromLeft(fuses=self.loka_fuses):
             return super().forward(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class FeatureProducts:
-    """Multiply matrices over features from the left. It has no options."""
+    """Multiply matrices over features from the left. No options."""
 
     name: ClassVar[str] = "feature_products"
     effect: ClassVar[ModClass] = "rounding"
 
     def rewrite(self, editor: Editor) -> None:
-        """Modules in whose forward a matrix multiplies over the features of a batch."""
-        found = find_callers(editor, _FromTheLeft)
+        """Rewrite modules whose forward multiplies a matrix over the features of a batch."""
+        found = find_callers(editor, _MultiplyFromLeft)
         written: set[str] = set()
-        met = {name for name, _ in find_callers(editor, _Unwritten, left=written)} if found else set()
+        multiplied = {name for name, _ in find_callers(editor, _DetectWrites, left=written)} if found else set()
         for name, module in found:
-            editor.mix(name, OverFeaturesCalls, loka_fuses=name in met and name not in written)
+            editor.mix(name, OverFeaturesCalls, loka_fuses=name in multiplied and name not in written)
             editor.change(name, f"{type(module).__name__}: multiplies over features where they lie", "rounding")

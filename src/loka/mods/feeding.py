@@ -1,7 +1,7 @@
-"""Feeding: what makes the input of a linear, as far back as the next thing that learns.
+"""Find what produces the input of a linear, back to the nearest modules with parameters.
 
-From the input of a site the flow is followed backwards, through operations and modules without parameters (activations, dropout, reshapes, concatenations), to whatever
-made the values:
+From the input of a site the flow is followed backwards, through operations and modules without parameters (activations,
+dropout, reshapes, concatenations), to the producers:
 
     a linear or another module with parameters      its bias, if it has one, is part of the input's mean
     a norm                                          `block_norm` can replace it; its bias is part of the mean
@@ -24,18 +24,14 @@ NEEDS_FEEDING = ("block_norm", "no_bias")
 
 @dataclass(frozen=True)
 class Feeding:
-    """A model and a flow of it."""
+    """A model and its recorded flow."""
 
     model: nn.Module
     flow: Flow
 
     @classmethod
     def of(cls, model: nn.Module, example: Any = None) -> "Feeding":
-        """Run the model once.
-
-        Raises:
-            ValueError: it cannot be run on the example, or there is none.
-        """
+        """Record the flow by running the model once. Raises ValueError if there is no example or it does not run."""
         inner = unwrap(model)
         flow = record(inner, example)
         if not isinstance(flow, Flow):
@@ -43,16 +39,11 @@ class Feeding:
         return cls(inner, flow)
 
     def fits(self, mod: str, site: str) -> bool:
-        """Whether a mod has something to work on before a site.
-
-        Args:
-            mod: one of NEEDS_FEEDING.
-            site: plain name of a linear.
-        """
+        """Return True if a mod of NEEDS_FEEDING has something to change before a linear (`site`: its plain name)."""
         calls = [call for call in self.flow.calls if call.site is not None and plain_name(call.site) == site]
         makers = [list(self._makers(call)) for call in calls]
         if not calls or any(maker is None for found in makers for maker in found):
-            return False  # nothing is known of it, or it reads raw data
+            return False  # the site was not called, or it reads raw data
         modules = {self.model.get_submodule(maker) for found in makers for maker in found if maker is not None}
         if mod == "block_norm":
             norms = tuple(kind for kind in find_norms(self.model) if not issubclass(kind, BlockNorm))
@@ -60,7 +51,7 @@ class Feeding:
         return any(isinstance(getattr(module, "bias", None), Tensor) for module in modules)
 
     def _makers(self, call: Call) -> Iterator[str | None]:
-        """The sites that made a call's input; None for raw data."""
+        """Yield the sites that produced a call's input; None for raw data."""
         waiting, seen = list(call.inputs), set(call.inputs)
         while waiting:
             value = waiting.pop()
@@ -68,13 +59,13 @@ class Feeding:
             if made is None:
                 if self.flow.floating[value] and value not in self.flow.owned:
                     yield None
-            elif made.site is not None and self._learns(made.site):
+            elif made.site is not None and self._is_producer(made.site):
                 yield made.site
             else:
                 waiting.extend(source for source in made.inputs if source not in seen)
                 seen.update(made.inputs)
 
-    def _learns(self, site: str) -> bool:
-        """Whether a module makes values of its own: it has parameters, or it is a norm without any."""
+    def _is_producer(self, site: str) -> bool:
+        """Return True if a module has parameters or is a norm (which may have none)."""
         module = self.model.get_submodule(site)
         return next(module.parameters(), None) is not None or isinstance(module, (BlockNorm, *find_norms(self.model)))

@@ -1,12 +1,13 @@
-"""fuse: chains of linears run in FP8 from layer to layer, chosen without evidence.
+"""fuse: run chains of linears in FP8 from layer to layer, without measuring whether that is safe or fast.
 
     loka.mods.apply(model, ["no_bias", "block_norm", "hard_swish", loka.mods.Fuse()], example=batch)
 
-It places every chain that `loka.units.discover` finds, which is what `loka.convert` does with a plan that names them all (`loka.placing.plan_everything`): the same modules with the same
-scales. Nothing is measured and nothing is compared: a plan made from evidence is the other way to the same place. With `linears=N`, linears that stand alone and have at least N inputs and
-outputs run in FP8 too. Where a chain is the tower of a Wukong layer, the layer's interactions are fused around it.
+It places every chain that `loka.units.discover` finds, with the same modules and scales as `loka.convert` with a plan
+that names them all (`loka.placing.plan_everything`). Nothing is measured or compared; use a plan made from evidence for
+that. With `linears=N`, linears outside of chains with at least N inputs and outputs run in FP8 too. If a chain is the
+tower of a Wukong layer, the layer's interactions are fused with it.
 
-`fuse` comes last: a mod that swaps the modules of a chain would not reach what it runs.
+`fuse` must come last: a later mod that swaps modules of a chain would not change what the chain runs.
 """
 
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ class Fuse:
     """Run every chain in FP8.
 
     Args:
-        precision: "fp8", the only one there is.
-        gradient: scales of the gradients; None is what the chain's norms allow: "tensor" behind block norms and of a linear with nothing behind it, "delayed" otherwise.
-        linears: the narrowest linear outside of a chain that is taken too; 0 takes none.
-        narrow: the narrowest linear that a chain may have.
+        precision: only "fp8" is supported.
+        gradient: scales of the gradients. None chooses what the chain's norms allow: "tensor" behind block norms and
+            for a linear with nothing behind it, "delayed" otherwise.
+        linears: linears outside of chains are converted too if they are at least this wide; 0 converts none.
+        narrow: the width of the narrowest linear that a chain may contain.
 
     Example:
         >>> loka.mods.apply(model, [Fuse()], example=batch)
@@ -40,7 +42,7 @@ class Fuse:
     linears: int = 0
     narrow: int = NARROW
     name: ClassVar[str] = "fuse"
-    separable: ClassVar[bool] = False  # what a kernel took over and what no longer runs itself go together
+    separable: ClassVar[bool] = False  # fused modules and the chain that replaces them can only be undone together
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:

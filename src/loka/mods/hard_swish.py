@@ -1,14 +1,16 @@
-"""hard_swish: smooth activations and gates become their hard forms.
+"""hard_swish: replace smooth activations and gates by their hard (piecewise) forms.
 
     SiLU, Swish, GELU    ->  x relu6(x + 3) / 6
     sigmoid gates        ->    relu6(x + 3) / 6
     SwishNorm, x * sigmoid(norm(x)), has a Sigmoid inside and becomes x * hard_sigmoid(norm(x)) by the second line
 
-Why: no exponential, so it fits into the epilogue of a GEMM; and beyond |x| = 3 an outlier is passed through or cut off, never amplified.
+Why: without an exponential it fits into the epilogue of a GEMM, and beyond |x| = 3 an outlier is passed through or cut
+off, never amplified.
 
-A sigmoid whose output is the model's result is a probability, not a gate, and stays. Without an example nothing tells the two apart, so torch's own
-Sigmoid is left alone then; `loka.nn.Sigmoid` is a gate by contract. Functions called inside a forward (F.silu, torch.sigmoid) are no modules and cannot be
-swapped; those an example shows are listed as left.
+A sigmoid whose output is the model's result is a probability, not a gate, and is kept. Without an example the two
+cannot be told apart, so nn.Sigmoid is left unchanged then; `loka.nn.Sigmoid` is a gate by definition. Functions called
+inside a forward (F.silu, torch.sigmoid) are not modules and cannot be swapped; those that the example shows are listed
+as left.
 """
 
 from dataclasses import dataclass
@@ -27,10 +29,10 @@ _FUNCTIONS = ("silu", "silu_", "gelu", "gelu_", "sigmoid", "sigmoid_")
 
 @dataclass(frozen=True)
 class UseHardSwish:
-    """Replace smooth activations (SiLU, GELU, sigmoid gates) by hard swish and hard sigmoid.
+    """Replace smooth activations (SiLU, GELU) by hard swish, and sigmoid gates by hard sigmoid.
 
     Args:
-        gates: whether sigmoid gates become hard too.
+        gates: whether to replace sigmoid gates too.
 
     Example:
         >>> loka.mods.apply(model, [UseHardSwish(gates=False)])
@@ -41,7 +43,7 @@ class UseHardSwish:
     effect: ClassVar[ModClass] = "architecture"
 
     def rewrite(self, editor: Editor) -> None:
-        """Activations by class, or by the name of a user's class; gates where they are known to be gates."""
+        """Replace activations, recognized by class or class name, and sigmoids that are known to be gates."""
         for name, module in editor.modules():
             kind = type(module).__name__
             if next(module.children(), None) is not None:
@@ -67,7 +69,8 @@ class UseHardSwish:
     def _refuse_gate(editor: Editor, name: str, module: nn.Module) -> str | None:
         flow = editor.flow
         if isinstance(flow, Unknown):
-            return None if isinstance(module, Sigmoid) else f"whether it is a gate or the model's output: {flow.reason}"
+            known = isinstance(module, Sigmoid)
+            return None if known else f"whether it is a gate or the model's output is not known: {flow.reason}"
         outputs = {value for call in flow.calls_of(name) for value in call.outputs}
         return "it makes the model's result: a probability, not a gate" if outputs & flow.results else None
 
@@ -83,5 +86,5 @@ class UseHardSwish:
             if not isinstance(module, (nn.SiLU, nn.GELU, nn.Sigmoid, Sigmoid, HardSwish, HardSigmoid)):
                 editor.leave(
                     site,
-                    f"{type(module).__name__} calls {function} as a function, which no swap of modules reaches; hint: a module of its own",
+                    f"{type(module).__name__} calls {function} as a function, which cannot be swapped; hint: use a module",
                 )

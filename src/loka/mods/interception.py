@@ -1,11 +1,12 @@
-"""Interception: change what goes into a module or comes out of it, while its own forward runs as it was written.
+"""Hooks that change a module's inputs or outputs, while its own forward runs as written.
 
-    WidenInputs      some arguments in float32
-    WidenOutputs     what it returns in float32
-    Normalize        some arguments, or what it returns, normalised by a norm that stands elsewhere
+    WidenInputs      cast some arguments to float32
+    WidenOutputs     cast the output to float32
+    Normalize        apply a norm that belongs elsewhere to some arguments or to the output
 
-A forward that is traced and compiled anew keeps the path it took while it was traced: a dropout that looks at `self.training`, an optional argument, a flag. Hooks
-keep nothing: the user's Python runs on every call. They are plain objects, so a model that carries them can be pickled and copied.
+A traced forward would freeze the path taken during tracing: a dropout that checks `self.training`, an optional
+argument, a flag. With hooks the user's Python runs on every call. The hooks are plain objects, so the model can be
+pickled and copied.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ Key = int | str  # an argument by position or by name
 
 
 def widen(value: Any) -> Any:
-    """Floating-point tensors in at least float32, in any nest of containers; everything else as it is."""
+    """Cast floating-point tensors in any nested containers to at least float32."""
     return tree_map(_widen, value)
 
 
@@ -29,88 +30,88 @@ def _widen(value: Any) -> Any:
 
 
 class WidenInputs:
-    """A forward-pre hook: the arguments `keys` in float32."""
+    """A forward-pre hook that casts the arguments `keys` to float32."""
 
     def __init__(self, keys: tuple[Key, ...]) -> None:
         self.keys = keys
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments, some of them raised."""
+        """Return the arguments with those in `keys` cast."""
         return _change(args, kwargs, self.keys, widen)
 
 
 class WidenOutputs:
-    """A forward hook: the result in float32."""
+    """A forward hook that casts the output to float32."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The result, raised."""
+        """Return the output, cast."""
         return widen(output)
 
 
 class Normalize:
-    """A hook that runs a norm whose own call now does nothing (`Elsewhere`)."""
+    """Base of hooks that run a norm whose own call is now a no-op (`Elsewhere`)."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
 
     def normalize(self, value: Any) -> Any:
-        """What the norm computed when it stood where it was."""
+        """Apply the norm's original forward."""
         return self.norm.normalize(value)  # type: ignore[operator]
 
 
 class NormalizeInputs(Normalize):
-    """A forward-pre hook: the arguments `keys`, which are all the same tensor, normalised."""
+    """A forward-pre hook that normalizes the arguments `keys`, which are all the same tensor."""
 
     def __init__(self, norm: nn.Module, keys: tuple[Key, ...]) -> None:
         super().__init__(norm)
         self.keys = keys
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments, some of them normalised, once for all."""
+        """Normalize the tensor once, and return the arguments with it in every place."""
         first = self.keys[0]
         done = self.normalize(args[first] if isinstance(first, int) else kwargs[first])
         return _change(args, kwargs, self.keys, lambda _: done)
 
 
 class NormalizeOutput(Normalize):
-    """A forward hook: the result normalised."""
+    """A forward hook that normalizes the output."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The result, normalised."""
+        """Return the output, normalized."""
         return self.normalize(output)
 
 
 class Elsewhere(nn.Module):
-    """Mixed in front of a norm that a hook runs at another place: called where it stood, it hands on what it is given."""
+    """Mixin for a norm that a hook runs in another place: its own call returns the input unchanged."""
 
     def forward(self, x: Any) -> Any:
-        """Nothing."""
+        """Return the input."""
         return x
 
     def normalize(self, x: Any) -> Any:
-        """What the norm computes."""
+        """Apply the norm's original forward."""
         return super().forward(x)
 
     def extra_repr(self) -> str:
-        """That it has moved."""
+        """Show that the norm has moved."""
         return f"{super().extra_repr()}, moved".lstrip(", ")
 
 
 class Reordered(nn.Module):
-    """Mixed in front of an nn.Sequential: its parts, in another order. Their names stay, so the state_dict does."""
+    """Mixin for an nn.Sequential that runs its children in another order. Names and state_dict do not change."""
 
     def forward(self, x: Any) -> Any:
-        """One part after another."""
+        """Run the children in the new order."""
         for name in self.__dict__.get("loka_order", tuple(self._modules)):
             x = self._modules[name](x)  # type: ignore[misc]
         return x
 
     def extra_repr(self) -> str:
-        """The order."""
+        """Show the order."""
         return f"order: {', '.join(self.__dict__.get('loka_order', ()))}"
 
 
 def _change(args: tuple[Any, ...], kwargs: dict[str, Any], keys: tuple[Key, ...], function: Any) -> Any:
-    """Arguments with some of them changed; one that this call does not have is nobody's."""
+    """Apply a function to the arguments in `keys`. Keys that this call does not have are ignored."""
     new_args = tuple(function(value) if index in keys else value for index, value in enumerate(args))
     return new_args, {name: function(value) if name in keys else value for name, value in kwargs.items()}

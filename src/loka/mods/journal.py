@@ -1,17 +1,18 @@
-"""Journal: every single change a mod makes, as a value that can be undone and that knows what it does to a checkpoint.
+"""Journal: every single change a mod makes, as a step that can be undone and repeated on a checkpoint.
 
-    Swap      another module under the same name
-    Reclass   the same module with another forward: a class is put in front of its own, children and parameters stay
-    Exchange  two modules under each other's names
-    Hook      what goes into a module or comes out of it is changed, its forward runs as it was written
-    Drop      a parameter that is no more
-    Fold      the values of one parameter moved into another: a gain into the weight of the next linear, a shift into its bias
-    Mark      a note on a module that other tools read
-    Add       a child that a module had not, over parameters that it has
-    PlacedUnit   linears that run in a chain
+    Swap         replace a module
+    Reclass      add a mixin with another forward to a module; children and parameters stay
+    Exchange     exchange the places of two modules
+    Hook         register a hook that changes a module's inputs or outputs
+    Drop         set a parameter to None
+    Fold         move one parameter's values into another: a gain into the next linear's weight, a shift into its bias
+    Mark         set an attribute that other tools read
+    Add          add a child that uses parameters of its parent
+    PlacedUnit   run linears as a chain
 
-The journal lives on the model, outside of its state_dict. `undo` restores in the opposite order. A fold is undone by bits while nobody has trained the
-target; afterwards the trained target keeps what it absorbed, and the source comes back neutral (gain 1, shift 0): the same function, no training lost.
+The journal is stored on the model, outside of its state_dict, and undone in reverse order. Undoing a fold restores the
+original bits if the target was not trained since. Otherwise the target keeps what it absorbed, and the source is
+restored as neutral (gain 1, shift 0): the same function, and no training is lost.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -33,7 +34,7 @@ class _SameState:
     """A step that leaves every entry of a state_dict as it is."""
 
     def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """Nothing is to be changed in a checkpoint."""
+        """Do nothing."""
 
 
 @dataclass
@@ -42,21 +43,21 @@ class Swap:
 
     names: tuple[str, ...]
     old: nn.Module
-    lost: tuple[str, ...] = ()  # entries of its state_dict that the new one has not
+    lost: tuple[str, ...] = ()  # entries of its state_dict that the new module does not have
 
     def undo(self, model: nn.Module) -> None:
-        """Put the old module back, where the model is now."""
+        """Put the old module back, on the model's current device."""
         new = model.get_submodule(self.names[0])
-        _follow(self.old, model)
+        _move_to_device_of(model, self.old)
         self.old.train(new.training)
-        # a module with parameters of its own hands its values back
+        # a replacement with its own parameters copies their values back
         if (restore := getattr(new, "restore", None)) is not None:
             restore(self.old)
         for name in self.names:
             put_module(model, name, self.old)
 
     def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """What the new module has not is forgotten; values that live on elsewhere have been moved by a Fold before."""
+        """Remove the lost entries. Values that moved elsewhere were moved by an earlier Fold."""
         for name in self.names:
             for key in self.lost:
                 state.pop(f"{name}.{key}", None)
@@ -64,14 +65,14 @@ class Swap:
 
 @dataclass
 class Reclass(_SameState):
-    """`mixin` was put in front of the class of the module `name`."""
+    """`mixin` was added in front of the class of the module `name`."""
 
     name: str
     mixin: type[nn.Module]
-    added: tuple[str, ...] = ()  # attributes it brought
+    added: tuple[str, ...] = ()  # attributes that were set with it
 
     def undo(self, model: nn.Module) -> None:
-        """The old forward again."""
+        """Restore the original class."""
         module = model.get_submodule(self.name)
         module.__class__ = unmix(type(module), self.mixin)
         for attribute in self.added:
@@ -80,13 +81,13 @@ class Reclass(_SameState):
 
 @dataclass
 class Exchange(_SameState):
-    """The modules of two names changed places; neither has anything in the state_dict."""
+    """Two modules exchanged places; neither has entries in the state_dict."""
 
     first: str
     second: str
 
     def apply_to(self, model: nn.Module) -> None:
-        """Change places."""
+        """Exchange the modules."""
         first, second = model.get_submodule(self.first), model.get_submodule(self.second)
         put_module(model, self.first, second)
         put_module(model, self.second, first)
@@ -96,14 +97,14 @@ class Exchange(_SameState):
 
 @dataclass
 class Hook(_SameState):
-    """A hook was registered on the module `name`: before its forward, with keyword arguments, or behind it."""
+    """A hook was registered on the module `name`: a forward-pre hook with kwargs (`before`) or a forward hook."""
 
     name: str
     hook: Callable[..., Any]
     before: bool
 
     def apply_to(self, model: nn.Module) -> None:
-        """Register it."""
+        """Register the hook."""
         module = model.get_submodule(self.name)
         if self.before:
             module.register_forward_pre_hook(self.hook, with_kwargs=True)
@@ -111,7 +112,7 @@ class Hook(_SameState):
             module.register_forward_hook(self.hook, with_kwargs=getattr(self.hook, "with_kwargs", False))
 
     def undo(self, model: nn.Module) -> None:
-        """Remove it; found by identity, because a copy of the model has the hook and not the handle."""
+        """Remove the hook, found by identity: a copy of the model has the hook but not its handle."""
         module = model.get_submodule(self.name)
         hooks = module._forward_pre_hooks if self.before else module._forward_hooks
         for number in [number for number, hook in hooks.items() if hook is self.hook]:
@@ -129,7 +130,7 @@ class Drop:
     old: nn.Parameter
 
     def undo(self, model: nn.Module) -> None:
-        """Register it again."""
+        """Register the parameter again, on the module's current device."""
         module = model.get_submodule(self.names[0])
         like = next(module.parameters(), None)
         if like is not None and self.old.device != like.device:
@@ -137,26 +138,26 @@ class Drop:
         module.register_parameter(self.attribute, self.old)
 
     def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """Forget it."""
+        """Remove the parameter's entries."""
         for name in self.names:
             state.pop(f"{name}.{self.attribute}", None)
 
 
 @dataclass
 class Fold:
-    """What `source` did to its channels is done by the linear `target`, which reads `repeat` copies of them.
+    """A gain or shift `source` was folded into the linear `target`, which reads `repeat` copies of its channels.
 
-    gain: W <- W diag(g);    shift: b <- b + W s, with the W of before any gain.
+    gain: W <- W diag(g);    shift: b <- b + W s, with W before any gain was folded.
     """
 
-    source: str  # entry of the state_dict
+    source: str  # key in the state_dict
     target: str  # name of the linear
     kind: Literal["gain", "shift"]
     repeat: int = 1
     saved: Tensor | None = field(default=None, repr=False)
 
     def apply(self, state: MutableMapping[str, Tensor]) -> None:
-        """Do it to a mapping of names to tensors."""
+        """Fold within a state_dict."""
         key = self._key
         if self.source in state and key in state:
             state[key] = self._compute(state[key], state[f"{self.target}.weight"], state[self.source])
@@ -164,13 +165,13 @@ class Fold:
     adapt = apply
 
     def apply_to(self, model: nn.Module) -> None:
-        """Do it to a model, and remember the target's values."""
+        """Fold within a model, and save the target's values."""
         state = _tensors(model)
         self.saved = state[self._key].clone()
         _write(model, self._key, self._compute(self.saved, state[f"{self.target}.weight"], state[self.source]))
 
     def undo(self, model: nn.Module) -> None:
-        """The saved values, or a neutral source where the target has been trained since."""
+        """Restore the saved values, or make the source neutral if the target was trained since."""
         state = _tensors(model)
         assert self.saved is not None
         saved = self.saved.to(state[self._key].device)
@@ -190,13 +191,13 @@ class Fold:
         channels = source.detach().to(weight.device, torch.float64).repeat(self.repeat)
         if self.kind == "gain":
             return (value.double() * channels).to(value.dtype)
-        # A sum of products and not a matrix product: BLAS rounds by how its operands lie in memory, and undo compares bits.
+        # Not a matrix product: its rounding in BLAS depends on the operands' memory layout, and undo compares bits.
         return (value.double() + (weight.double() * channels).sum(-1)).to(value.dtype)
 
 
 @dataclass
 class Mark(_SameState):
-    """The attribute of a module was set; `old` is what it was, None where there was none."""
+    """An attribute of a module was set; `old` is its previous value, None if there was none."""
 
     name: str
     attribute: str
@@ -213,26 +214,26 @@ class Mark(_SameState):
 
 @dataclass
 class Add(_SameState):
-    """A module was registered as `child` of the module `name`; it brought no parameter of its own."""
+    """A module without parameters of its own was registered as `child` of the module `name`."""
 
     name: str
     child: str
 
     def undo(self, model: nn.Module) -> None:
-        """Take it away."""
+        """Remove the child."""
         del model.get_submodule(self.name)._modules[self.child]
 
 
 @dataclass
 class PlacedUnit(_SameState):
-    """These linears run in chains, perhaps with the interactions of a layer around them; Guard may have split what was placed."""
+    """These linears run as a chain, or as several if Guard has split it; `around` is a layer fused with the chain."""
 
     linears: tuple[str, ...]
     around: str | None = None
 
     def undo(self, model: nn.Module) -> None:
-        """High precision again."""
-        modules = dict(named_sites(model))  # units are spelled in plain names
+        """Release the linears to high precision."""
+        modules = dict(named_sites(model))  # units use plain names
         if self.around is not None:
             release_interaction(modules[self.around])
         for name in self.linears:
@@ -245,18 +246,18 @@ Step = Swap | Reclass | Exchange | Hook | Drop | Fold | Mark | Add | PlacedUnit
 
 
 def journal_of(model: nn.Module) -> list[Step]:
-    """The steps taken on a model, oldest first; empty for a model without mods."""
+    """Return the steps taken on a model, oldest first; empty for a model without mods."""
     steps: list[Step] = model.__dict__.setdefault(ATTRIBUTE, [])
     return steps
 
 
 def names_of(model: nn.Module, module: nn.Module) -> tuple[str, ...]:
-    """Every name a module is registered under."""
+    """Return every name that a module is registered under."""
     return tuple(name for name, found in model.named_modules(remove_duplicate=False) if found is module)
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under a dotted name that exists."""
+    """Register a module under an existing dotted name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
@@ -273,12 +274,7 @@ _HOOKS = (
 
 
 def share_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Hooks on a module that is replaced go on seeing what it is given and returns; a handle removes them from both.
-
-    Args:
-        old: the module that goes.
-        new: the one that comes, without hooks of its own.
-    """
+    """Let a new module without hooks share those of the module it replaces. A handle then removes a hook from both."""
     for name in _HOOKS:
         new.__dict__[name] = old.__dict__[name]
     new.__dict__["_is_full_backward_hook"] = old.__dict__["_is_full_backward_hook"]
@@ -293,16 +289,15 @@ def _write(model: nn.Module, key: str, value: Tensor) -> None:
         model.get_parameter(key).copy_(value)
 
 
-def _follow(old: nn.Module, model: nn.Module) -> None:
-    """Move a module that was set aside to where the model has gone meanwhile."""
+def _move_to_device_of(model: nn.Module, module: nn.Module) -> None:
     like = next(model.parameters(), None)
-    own = next(old.parameters(), None)
+    own = next(module.parameters(), None)
     if like is not None and own is not None and own.device != like.device:
-        old.to(like.device)
+        module.to(like.device)
 
 
 def undo_to(model: nn.Module, length: int = 0) -> int:
-    """Undo every step beyond the first `length`, newest first; returns how many those were."""
+    """Undo every step after the first `length`, newest first, and return how many were undone."""
     steps = journal_of(model)
     count = 0
     while len(steps) > length:

@@ -1,13 +1,13 @@
-"""Mod: one reusable rewrite. A name, options, the strongest effect it can have, and `rewrite`.
+"""The interface of a mod: a name, options, the strongest effect it can have, and `rewrite`.
 
-    exact           the same function, bit by bit where the arithmetic is the same
+    exact           the same function, bitwise where the arithmetic is the same
     rounding        the same function up to rounding: sums in another order, another precision
-    architecture    another function: train from scratch with it, or fine-tune a trained model to recover
+    architecture    a different function: train from scratch with it, or fine-tune a trained model to recover
 
-The effect a mod states is what it may do; every change it makes states its own. Adding a mod is one file and one row of the registry.
+A mod's effect is the strongest it may have. Each change it makes records its own effect.
 
-Two class attributes are optional: `under_autocast = True` has the mod checked in 16 bits as well, `separable = False` says that its changes are undone together or not
-at all.
+Two class attributes are optional. `under_autocast = True`: the mod is also checked under bf16 autocast.
+`separable = False`: its changes are kept or undone all together, never one by one.
 """
 
 from typing import Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from loka.records.mods import ModClass
 
 @runtime_checkable
 class Mod(Protocol):
-    """What every mod is: a frozen dataclass of its options, with these attributes.
+    """The protocol of a mod: a frozen dataclass of its options, with these attributes.
 
     Example:
         >>> find("no_bias").name
@@ -27,27 +27,27 @@ class Mod(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in lists and records."""
+        """The mod's name in lists and records."""
         ...
 
     @property
     def effect(self) -> ModClass:
-        """The strongest effect it can have."""
+        """The strongest effect the mod can have."""
         ...
 
     def rewrite(self, editor: Editor) -> None:
-        """Change the model through the editor; leave what cannot be done safely, with the reason."""
+        """Change the model through the editor. Report sites that cannot be changed safely with `editor.leave`."""
         ...
 
 
 def spell(mod: Mod) -> str:
-    """The mod with the options that are not the default.
+    """Write a mod as text: its name and the options that differ from their defaults. The inverse of `parse`.
 
     Args:
-        mod: any.
+        mod: any mod.
 
     Returns:
-        What a plan writes and `parse` reads.
+        The text that plans and records contain.
 
     Example:
         >>> spell(UseBlockNorm(block=128))

@@ -1,14 +1,17 @@
-"""narrow_outputs: a linear with a handful of outputs as sums that a compiler joins to what is around them; one with a few more padded to what a GEMM wants.
+"""narrow_outputs: compile linears of up to 4 outputs as sums, and pad those of up to 63 to a multiple of 8.
 
     y_i = sum_k x_k w_ik (+ b_i)        dx = sum_i dy_i w_i        dW = dy^T x
 
-Every ranker ends in one: 1024 -> 1, 3072 -> 3. As a GEMM it is nothing but a read of x, and a slow one: widths that are no multiple of 8 fall back to kernels without aligned loads, in both
-directions, and x must be written before and read again. As sums, the compiler computes y where x is made (behind a norm, an activation, a concatenation, which may then never reach memory) and dx
-where it is used. dW stays a GEMM, of a gradient padded to eight columns.
+Every ranker ends in such a linear: 1024 -> 1, 3072 -> 3. Its GEMM is bound by reading x, and slowly: widths that are
+not a multiple of 8 fall back to kernels without aligned loads, in both directions, and x must be written and read
+again. Written as sums, the compiler fuses y with whatever makes x (a norm, an activation, a concatenation, which may
+then never reach memory), and dx with whatever uses it. dW stays a GEMM, of a gradient padded to eight columns.
 
-A gate over six experts is too wide for sums, and slow as a GEMM of six columns: two of them over 8,192 x 1,536 take 35 us on an H200, padded with zeros to eight columns 24, the padding included. `align_shapes` does that for wider ones.
+A gate over six experts is too wide for sums, and slow as a GEMM of six columns: two of them over 8,192 x 1,536 take 35
+us on an H200, padded with zeros to eight columns 24, the padding included. `align_shapes` does that for wider linears.
 
-A linear that reads a concatenation is left: the sum over its parts was slower than writing it once. Only compiled code takes this way; in eager mode the module is the nn.Linear it was. Sums are in float32: rounding.
+A linear that reads a concatenation is left unchanged: the sum over its parts was slower than writing it once. In eager
+mode the module runs as a plain nn.Linear. Sums are in float32: rounding.
 """
 
 import functools
@@ -26,14 +29,14 @@ from loka.nn.mix import compute_dtype
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, Unknown
 
-FEW = 4  # outputs: each is a sum of its own over x, and x is read once for all
-SEVERAL = 64  # outputs below which the rest is padded here: wider ones are candidates for low precision, and `align_shapes` is for them
-ALIGNED = 8  # columns that a 16-bit GEMM wants
-DEEP = 256  # inputs from which on outputs are padded: chosen, not measured; padding the weight is a kernel of its own
+FEW = 4  # up to this many outputs are computed as sums, which read x once for all
+SEVERAL = 64  # below this many outputs are padded here; wider linears are left to low precision and `align_shapes`
+ALIGNED = 8  # a 16-bit GEMM needs a multiple of this many columns
+DEEP = 256  # outputs are padded from this many inputs on: chosen, not measured; padding the weight takes a kernel
 
 
 class _SumProducts(torch.autograd.Function):
-    """x [M, K], W [N, K] of few rows -> x W^T [M, N] in x's type."""
+    """x [M, K], W [N, K] with few rows -> x W^T [M, N] in x's dtype."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,10 +62,10 @@ class _SumProducts(torch.autograd.Function):
 
 
 def sum_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` for a weight of few rows, as sums.
+    """Compute `F.linear` as sums, for a weight with few rows.
 
     Args:
-        x: [..., K]; computed in autocast's type where it is on.
+        x: [..., K]; cast to autocast's dtype if autocast is on.
         weight: [N, K], N at most 8.
         bias: [N] or None.
 
@@ -80,7 +83,7 @@ def sum_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class FewOutputs(nn.Module):
-    """Mixed in front of an nn.Linear of few outputs."""
+    """Mixin for an nn.Linear with few outputs: computed as sums in compiled code."""
 
     in_features: int
     weight: Tensor
@@ -92,11 +95,11 @@ class FewOutputs(nn.Module):
             return super().forward(input)  # type: ignore[no-any-return]
         return sum_products(input, self.weight, self.bias)
 
-    forward.loka_is_linear = True  # type: ignore[attr-defined]  # x W^T + b of its own parameters
+    forward.loka_is_linear = True  # type: ignore[attr-defined]
 
 
 class PaddedOutputs(Aligned):
-    """Mixed in front of an nn.Linear of several outputs: aligned in compiled code, and the result without gaps, as the linear's is."""
+    """Mixin for an nn.Linear with several outputs: aligned in compiled code, with a contiguous result."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -108,7 +111,11 @@ class PaddedOutputs(Aligned):
 
 
 def _reads_concatenation(flow: Flow | Unknown, name: str) -> bool:
-    """Whether the example shows it: every load of a sum over parts is masked, 131 us instead of 84 for a head over 3456 + 1024 columns and 8192 rows on an H200."""
+    """Return True if the linear reads a concatenation on the example.
+
+    Sums over a fused concatenation mask every load: 131 us instead of 84 for a head over 3456 + 1024 columns and 8192
+    rows on an H200.
+    """
     if isinstance(flow, Unknown):
         return False
     makers = [flow.maker(call.inputs[0]) for call in flow.calls_of(name)]
@@ -117,13 +124,13 @@ def _reads_concatenation(flow: Flow | Unknown, name: str) -> bool:
 
 @dataclass(frozen=True)
 class NarrowOutputs:
-    """Compute linears of at most four outputs as sums, in compiled code, and pad up to 63 to a multiple of eight. It has no options."""
+    """In compiled code, compute linears of up to 4 outputs as sums and pad up to 63 to a multiple of 8. No options."""
 
     name: ClassVar[str] = "narrow_outputs"
     effect: ClassVar[ModClass] = "rounding"
 
     def rewrite(self, editor: Editor) -> None:
-        """Every plain nn.Linear of few outputs."""
+        """Rewrite every plain nn.Linear with few outputs."""
         for name, linear in editor.modules(nn.Linear):
             assert isinstance(linear, nn.Linear)
             few = linear.out_features <= FEW
@@ -132,17 +139,15 @@ class NarrowOutputs:
                 continue
             if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
                 editor.leave(
-                    name, f"{type(linear).__name__} is more than an nn.Linear; hint: it may stay, or be a plain one"
+                    name, f"{type(linear).__name__} is more than an nn.Linear; hint: keep it, or use a plain nn.Linear"
                 )
             elif parametrize.is_parametrized(linear) or "weight" not in linear._parameters:
-                editor.leave(name, "its weight is parametrised; hint: it may stay, or remove_parametrizations first")
+                editor.leave(name, "its weight is parametrised; hint: keep it, or call remove_parametrizations first")
             elif padded:
                 editor.mix(name, PaddedOutputs, loka_multiple=ALIGNED)
                 editor.change(name, f"{linear.out_features} outputs, compiled as {round_up(linear.out_features, ALIGNED)}", "rounding")  # fmt: skip
             elif _reads_concatenation(editor.flow, name):
-                editor.leave(
-                    name, "it reads a concatenation, over which sums are slower than its GEMM; hint: it may stay"
-                )
+                editor.leave(name, "it reads a concatenation, over which sums are slower than its GEMM; hint: keep it")
             else:
                 editor.mix(name, FewOutputs)
                 editor.change(name, f"{linear.out_features} outputs, compiled as sums", "rounding")

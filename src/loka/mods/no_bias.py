@@ -2,12 +2,13 @@
 
     y = W x + b   ->   y = W x
 
-Why: biases that diverge in training are one of the hazards of low precision; a bias is an extra term in a fused epilogue; and behind a norm most of it
-is undone anyway. Where a bias flows straight into a linear that keeps its own (W2 (W1 x + b1) + b2), it is folded, exactly: b2 <- b2 + W2 b1.
-Elsewhere dropping one changes the function, unless it is zero.
+Why: biases that diverge in training are one of the hazards of low precision; a bias is an extra term in a fused
+epilogue; and a norm behind it undoes most of it anyway. A bias that feeds directly into a linear which keeps its own
+bias, W2 (W1 x + b1) + b2, is folded exactly: b2 <- b2 + W2 b1. Otherwise, dropping a non-zero bias changes the
+function.
 
-Not touched: biases of convolutions, recurrent layers and embeddings; nn.MultiheadAttention, which reads its projections' tensors itself; norms with
-tracked statistics, whose bias belongs to their running mean.
+Left unchanged: biases of convolutions, recurrent layers and embeddings; nn.MultiheadAttention, which reads the tensors
+of its projections itself; norms with tracked statistics, whose bias belongs to their running mean.
 """
 
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from loka.units.flow import Sink
 
 @dataclass(frozen=True)
 class NoBias:
-    """Drop the biases of linears and norms; prediction layers keep theirs.
+    """Drop the biases of linears and norms. Prediction layers keep theirs.
 
     Args:
-        fold: move a bias into a kept one where that is exact, instead of dropping it.
+        fold: fold a bias into the next linear's bias where that is exact, instead of dropping it.
 
     Example:
         >>> loka.mods.apply(model, [NoBias(fold=False)])
@@ -38,7 +39,7 @@ class NoBias:
     effect: ClassVar[ModClass] = "architecture"
 
     def rewrite(self, editor: Editor) -> None:
-        """Linears and norms, in the order they run, so that a folded bias can be folded on."""
+        """Remove the biases in execution order, so that a folded bias can be folded further."""
         inside_attention = {
             f"{name}.out_proj" for name, m in editor.model.named_modules() if isinstance(m, nn.MultiheadAttention)
         }
@@ -78,7 +79,7 @@ class NoBias:
         final = [sink.site for sink in sinks if sink.site not in dropped]
         branch = editor.find_branch(name, *(sink.site for sink in sinks))
         effect: ModClass = "rounding" if len(final) == len(sinks) and branch is None else "architecture"
-        only = f"; the same function only on the way the example took ({branch})" if branch else ""
+        only = f"; the same function only on the path that the example took ({branch})" if branch else ""
         editor.change(name, f"bias folded into that of {into}{only}", effect)
 
     @staticmethod

@@ -1,18 +1,21 @@
-"""norm_order: move the normalisation, so that what is quantised is normalised.
+"""norm_order: move norms, so that quantized values are normalized.
 
-    pre        y = norm(x + f(x))       ->  y = x + f(norm(x))           the branch's linears read normalised values
-    post       y = x + f(norm(x))       ->  y = norm(x + f(x))           the stream itself stays bounded
-    epilogue   y = norm(act(W x))       ->  y = act(norm(W x))           linear, norm, activation: the order a GEMM's epilogue computes
+    pre        y = norm(x + f(x))       ->  y = x + f(norm(x))           the branch's linears read normalized values
+    post       y = x + f(norm(x))       ->  y = norm(x + f(x))           the residual stream itself stays bounded
+    epilogue   y = norm(act(W x))       ->  y = act(norm(W x))           the order that a GEMM's epilogue computes
 
-"epilogue" is the default: it is what lets `fuse` take the three as one kernel, and the result is still bounded by sqrt(256), so a static scale holds. Which
-of the first two is better is a matter of training; pre-norm stacks usually want one norm behind the last block, which this mod does not add.
+"epilogue" is the default: it lets `fuse` run the three as one kernel, and the result is still bounded by sqrt(256), so
+a static scale is safe. Which of the other two is better depends on training. Pre-norm stacks usually need one more norm
+after the last block, which this mod does not add.
 
-No forward is rewritten: the user's own keeps running, with its branches, flags and random numbers. In an nn.Sequential the parts run in another order; two parts without
-parameters change places; otherwise the norm hands on what it is given, and a hook runs it at its new place: behind the linear, on what the branch's modules read, or on
-what the block returns. Where the sum is read by an operation of the forward itself, no hook reaches it, and the norm is left.
+No forward is rewritten: the user's own keeps running, with its branches, flags and random numbers. In an nn.Sequential
+the children run in another order; two modules without parameters exchange places; otherwise the norm becomes a no-op
+and a hook runs it in its new place: after the linear, on the inputs of the branch's modules, or on the block's output.
+If an operation of the forward itself reads the sum, no hook can reach it, and the norm is left unchanged.
 
-Each is an architecture change: the parameters stay, under their names, but compute another function. What is moved where is read off one run on the example, so a
-forward that may take other ways (`loka.mods.branching`) is left, and so is a norm between two widths.
+Each is an architecture change: parameters keep their names but compute another function. The moves are derived from one
+run on the example, so modules whose forward may branch (`loka.mods.branching`) are left unchanged, and so are norms
+between two widths.
 """
 
 from dataclasses import dataclass
@@ -35,7 +38,7 @@ _ACTIVATIONS = (nn.ReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.Tanh, 
 
 @dataclass(frozen=True)
 class NormOrder:
-    """Move the normalisation, so that what is quantised is normalised.
+    """Move norms, so that quantized values are normalized.
 
     Args:
         to: where the norm goes: "epilogue", "pre" or "post".
@@ -53,7 +56,7 @@ class NormOrder:
             raise ValueError(f"norm_order(to={self.to!r}): expected 'epilogue', 'pre' or 'post'")
 
     def rewrite(self, editor: Editor) -> None:
-        """Every norm that stands where this order moves it away from."""
+        """Move every norm that is not in the requested place."""
         flow = editor.flow
         for name, norm in editor.modules(*find_norms(editor.model), BlockNorm):
             if not isinstance(flow, Flow):
@@ -68,7 +71,7 @@ class NormOrder:
                 continue
             why = refuse_norm(norm) or _refuse_use(editor, name, norm, len(calls))
             if why is None and isinstance(place, _Place):
-                why = _refuse_frame(editor, calls[0].inside) or _say(editor.find_branch(name, *place.passed))
+                why = _refuse_frame(editor, calls[0].inside) or _add_hint(editor.find_branch(name, *place.passed))
             if why is None and isinstance(place, str):
                 why = place
             if why is None and isinstance(place, _Place):
@@ -86,20 +89,20 @@ def _refuse_use(editor: Editor, name: str, norm: nn.Module, calls: int) -> str |
 
 
 def _refuse_frame(editor: Editor, frame: str) -> str | None:
-    """Other methods of the module that calls the norm, which may use its parts in another order."""
+    """Refuse a module with other methods that use its children: they may do so in another order."""
     module = editor.model.get_submodule(frame)
     others = other_entries(module)
     kind = type(module).__name__
-    return _say(f"{kind} has other entry points ({', '.join(others)}) that may use its parts in another order") if others else None  # fmt: skip
+    return _add_hint(f"{kind} has other entry points ({', '.join(others)}) that may use its parts in another order") if others else None  # fmt: skip
 
 
-def _say(why: str | None) -> str | None:
+def _add_hint(why: str | None) -> str | None:
     return None if why is None else f"{why}; hint: write the order in its forward, by hand"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What a norm is moved past: sites that must always be passed together with it."""
+    """A new place for a norm. The sites in `passed` must always be called together with the norm."""
 
     passed: tuple[str, ...]
 
@@ -107,7 +110,7 @@ class _Place:
         raise NotImplementedError
 
     def _hand_over(self, editor: Editor, norm: str) -> nn.Module:
-        """The norm's own call does nothing from now on; a hook runs it."""
+        """Turn the norm's own call into a no-op, and return the norm for a hook to run."""
         editor.mix(norm, Elsewhere)
         return editor.model.get_submodule(norm)
 
@@ -140,7 +143,7 @@ class _BeforeActivation(_Place):
             editor.mix(self.frame, Reordered, loka_order=tuple(order))
 
     def _may_exchange(self, editor: Editor, norm: str) -> bool:
-        """Two modules of one use and one name each, with nothing in the state_dict."""
+        """Return True if both modules have one name, one call and no entries in the state_dict."""
         modules = [editor.model.get_submodule(name) for name in (norm, self.activation)]
         alone = all(len(names_of(editor.model, m)) == 1 and not m.state_dict() for m in modules)
         return alone and len(editor.calls(self.activation)) == 1
@@ -167,7 +170,7 @@ class _BehindSum(_Place):
 
 
 def _find_activation(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
-    """norm(act(linear(x))): None where no activation stands before it, a reason where nothing can be moved."""
+    """Match norm(act(linear(x))). Return None if no activation comes before it, a reason if it cannot be moved."""
     act = flow.maker(norm.inputs[0])
     if act is None or act.site is None or not isinstance(editor.model.get_submodule(act.site), _ACTIVATIONS):
         return None
@@ -180,18 +183,18 @@ def _find_activation(editor: Editor, flow: Flow, norm: Call) -> _Place | str | N
 
 
 def _is_shared(flow: Flow, *calls: Call) -> bool:
-    """Whether the one value of a call is read more than once, or is a result."""
+    """Return True if the output of any of these calls is not read exactly once, or is a result of the model."""
     return any(len(flow.readers(call.outputs[0])) != 1 or call.outputs[0] in flow.results for call in calls)
 
 
 def _find_branch(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
-    """norm(x + f(x)): the modules of the block that read x."""
+    """Match norm(x + f(x)), and find the modules of the branch that read x."""
     add = flow.maker(norm.inputs[0])
     if add is None or not is_addition(add) or add.inside != norm.inside:
         return None
     stream = _find_stream(flow, add)
     if stream is None or _is_shared(flow, add):
-        return "the sum before it is no x + f(x), or is read elsewhere too; hint: a stream that goes on past the norm is pre-norm already"
+        return "the sum before it is not x + f(x), or is read elsewhere too; hint: if the sum itself is the residual stream, the model is pre-norm already"
     branch = next(value for value in add.inputs if value != stream)
     into = flow.ancestors(branch)
     found: dict[str, tuple[Key, ...]] = {}
@@ -201,7 +204,7 @@ def _find_branch(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
         span = _find_span(flow, norm.inside, reader, stream)
         if span is None:
             where = reader.site or f"the operation {reader.op}"
-            return f"{where} reads x for the branch, and is no module that the forward with the sum calls; hint: give x + f(x) a module of its own"
+            return f"{where} reads x for the branch, but is not a module called by the forward that adds; hint: give x + f(x) a module of its own"
         if len(flow.spans_of(span.name)) > 1 or len(names_of(editor.model, editor.model.get_submodule(span.name))) > 1:
             return f"{span.name}, which reads x, is used more than once"
         found[span.name] = tuple(key for key, value in span.arguments if value == stream)
@@ -209,7 +212,7 @@ def _find_branch(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
 
 
 def _find_span(flow: Flow, frame: str, reader: Call, value: int) -> Span | None:
-    """The module called by the frame itself that was given a value, and in which a call read it."""
+    """Return the call of a module by `frame` itself that received `value` and contains the reader."""
     for span in flow.spans:
         inside = span.name in (reader.site, reader.inside) or reader.inside.startswith(f"{span.name}.")
         if span.inside == frame and inside and any(value == given for _, given in span.arguments):
@@ -218,7 +221,7 @@ def _find_span(flow: Flow, frame: str, reader: Call, value: int) -> Span | None:
 
 
 def _find_sum(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
-    """x + f(norm(x)), which the block returns."""
+    """Match x + f(norm(x)) as the output of a module."""
     stream, normed = norm.inputs[0], norm.outputs[0]
     sums = [call for call in flow.readers(stream) if is_addition(call) and call.inside == norm.inside]
     add = next(
@@ -237,7 +240,7 @@ def _find_sum(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
         c for c in flow.readers(add.outputs[0]) if c.inside == norm.inside or c.inside.startswith(f"{norm.inside}.")
     ]
     if len(spans) != 1 or not spans[0].sole or spans[0].outputs != add.outputs or (inside and norm.inside):
-        return "the sum is not what its module returns, and nothing can stand behind an addition; hint: give each x + f(x) a module of its own"
+        return "the sum is not the output of its module, so no hook can normalize it; hint: give each x + f(x) a module of its own"
     return _BehindSum((), norm.inside)
 
 
@@ -247,12 +250,12 @@ def _depends(flow: Flow, add: Call, stream: int, value: int) -> bool:
 
 
 def is_addition(call: Call) -> bool:
-    """Whether a call of the flow adds two tensors."""
+    """Return True if a call of the flow adds two tensors."""
     return call.site is None and call.op in ("add", "add_") and len(set(call.inputs)) == 2
 
 
 def _find_stream(flow: Flow, add: Call) -> int | None:
-    """The x of x + f(x)."""
+    """Return the x of x + f(x), or None."""
     first, second = add.inputs
     if first in flow.ancestors(second):
         return first

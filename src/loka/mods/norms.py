@@ -1,7 +1,7 @@
-"""Norms: which modules are one, over how many features, and which must not be touched.
+"""Find a model's norms, their widths, and which of them must not be rewritten.
 
-LayerNorm and RMSNorm of torch and of this package are known by their class. A user's own RMSNorm or LayerNorm is known by its class's name, and its width
-by the length of its `weight`, or, where it has none, by what it was given when the example ran.
+LayerNorm and RMSNorm of torch and of this package are recognized by class, a user's own by the name of its class. The
+width of the latter is the length of its `weight` or, without one, the width of its input on the example.
 """
 
 from torch import Tensor, nn
@@ -16,29 +16,29 @@ _KNOWN = (nn.LayerNorm, nn.RMSNorm)
 
 
 def find_norms(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes of the model's norms over features, and of those that only look alike."""
+    """Return the classes of the model's norms, including those that `refuse_norm` rejects."""
     named = {type(m) for m in model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm"))}
     return (*_KNOWN, *_TRACKED, *sorted(named - {BlockNorm}, key=lambda kind: kind.__name__))
 
 
 def refuse_norm(norm: nn.Module) -> str | None:
-    """Why a norm must stay as it is; None where it may be rewritten."""
+    """Return why a norm must not be rewritten, or None if it may."""
     if isinstance(norm, Elsewhere):
         return "norm_order has moved it; mods.revert(model), then this mod before norm_order"
     if isinstance(norm, nn.modules.batchnorm._NormBase):
-        return f"{type(norm).__name__} keeps statistics over the batch, which a norm over features does not replace; hint: it may stay, or build the model with nn.LayerNorm"
+        return f"{type(norm).__name__} keeps statistics over the batch, which a norm over features does not replace; hint: keep it, or build the model with nn.LayerNorm"
     if isinstance(norm, _TRACKED):
-        return f"{type(norm).__name__} normalises across channels and positions, not over the last dimension; hint: it may stay, or build the model with nn.LayerNorm"
+        return f"{type(norm).__name__} normalises across channels and positions, not over the last dimension; hint: keep it, or build the model with nn.LayerNorm"
     shape = getattr(norm, "normalized_shape", None)
     if shape is not None and len(shape) != 1:
         return f"it normalises {len(shape)} dimensions {tuple(shape)} together; a block norm works on the last one"
     if next(norm.children(), None) is not None:
-        return f"{type(norm).__name__} has parts of its own; what it computes is not known"
+        return f"{type(norm).__name__} has child modules; what it computes is not known"
     return None
 
 
 def find_width(editor: Editor, name: str, norm: nn.Module) -> int | None:
-    """The number of features a norm works on; None where nothing says it, or where it is used on several."""
+    """Return the number of features a norm works on, or None if it is unknown or varies."""
     shape = getattr(norm, "normalized_shape", None)
     if shape is not None:
         return int(shape[-1])
@@ -52,12 +52,12 @@ def find_width(editor: Editor, name: str, norm: nn.Module) -> int | None:
 
 
 def is_rms(norm: nn.Module) -> bool:
-    """Whether a norm subtracts no mean."""
+    """Return True if a norm does not subtract the mean."""
     return isinstance(norm, nn.RMSNorm) or type(norm).__name__.endswith("RMSNorm")
 
 
 def epsilon_of(norm: nn.Module) -> float | None:
-    """The eps of a norm, under the names people give it; None: the precision's own."""
+    """Return the eps of a norm under any of its usual names. None: the norm uses its dtype's machine epsilon."""
     for attribute in ("eps", "variance_epsilon", "epsilon"):
         value = getattr(norm, attribute, None)
         if isinstance(value, float):

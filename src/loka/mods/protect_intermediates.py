@@ -1,14 +1,14 @@
-"""protect_intermediates: what is small and decides the metric is computed in the precision it needs, and kept out of conversion.
+"""protect_intermediates: compute small parts that decide the metric in the precision they need, and never convert them.
 
-    prediction   float32    the linears that make the result: a rounding there is a rounding of the logit
-    gate         float32    sigmoid and softmax gates, and the routers of experts: they decide, and saturate
-    product      bfloat16   FM and dot products of feature vectors: heavy tails and no norm in front; their sums are float32 inside the GEMM
-    attention    bfloat16   attention; logits and softmax are float32 inside its kernel, and float32 operands would lose the kernel
+    prediction   float32    the linears that produce the result: rounding there rounds the logit
+    gate         float32    sigmoid and softmax gates, and routers of experts: they decide, and saturate
+    product      bfloat16   FM and dot products of feature vectors: heavy tails, no norm before; GEMMs sum in float32
+    attention    bfloat16   logits and softmax are float32 inside the kernel; float32 operands would disable it
 
-Inputs are raised to the asked precision and autocast is off inside; what comes out goes back to the stream's type, except for the result of a prediction
-layer, which stays wide. Outside of autocast, and in a model that is wide already, nothing changes.
+Inputs are upcast to at least that precision, and autocast is off inside. The output is cast back to the input's dtype,
+except for prediction layers. Without autocast, and in a model that is wide already, nothing changes.
 
-Every protected module is marked, and `unprotected(module, name)` is the filter that keeps marked modules out of Probe, of mods and of conversion:
+Protected modules are marked, and the filter `unprotected(module, name)` keeps them out of Probe, mods and conversion:
 
     Probe(model, mods.unprotected)          convert(model, recipe="rowwise", module_filter_fn=mods.unprotected)
 """
@@ -41,19 +41,19 @@ _DECISIONS = {"sigmoid", "topk", "_softmax", "argmax", "sort"}
 
 
 class Protected(nn.Module):
-    """Mixed in front of a module's own class: its forward in higher precision."""
+    """Mixin that runs a module's forward in higher precision."""
 
     protected_dtype: torch.dtype
     keeps_result: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, on raised inputs, without autocast."""
+        """Run the module's own forward on upcast inputs, without autocast."""
         dtype = self.protected_dtype
         seen = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
         if seen is None:
             return super().forward(*args, **kwargs)
         kind = seen.device.type
-        # which autocast leaves alone
+        # autocast does not affect float64
         autocast = kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
         narrow = torch.get_autocast_dtype(kind) if autocast else seen.dtype
         raised = torch.promote_types(narrow, self._least(dtype))
@@ -62,19 +62,19 @@ class Protected(nn.Module):
         return out if self.keeps_result else _cast(out, narrow)
 
     def _least(self, dtype: torch.dtype) -> torch.dtype:
-        """What the module's own parameters ask for."""
+        """Return the dtype to compute in, at least."""
         return dtype
 
 
 class ProtectedLinear(Protected):
-    """Mixed in front of a linear: its parameters are raised too, where they are narrower."""
+    """Mixin for a linear that upcasts its parameters too, if they are narrower."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The linear in at least the asked precision."""
+        """Compute the linear in at least the protected dtype."""
         dtype = self.protected_dtype
         weight: Tensor = self.weight  # type: ignore[assignment]
         if torch.promote_types(weight.dtype, dtype) == weight.dtype:
-            return super().forward(*args, **kwargs)  # inputs are raised to its type
+            return super().forward(*args, **kwargs)  # inputs are upcast to the weight's dtype
         x = args[0] if args else kwargs["input"]
         bias: Tensor | None = self.bias  # type: ignore[assignment]
         with torch.autocast(x.device.type, enabled=False):
@@ -86,21 +86,21 @@ class ProtectedLinear(Protected):
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor in any nest of containers (named tuples and a library's own outputs too) in a type."""
+    """Cast every floating-point tensor in any nested containers, including named tuples and registered pytrees."""
     return tree_map(
         lambda part: part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part, value
     )
 
 
 def is_protected(module: nn.Module, name: str = "") -> bool:
-    """Whether a module asked to be kept out of low precision.
+    """Check whether `protect_intermediates` marked a module to be kept out of low precision.
 
     Args:
-        module: any.
-        name: not looked at; filters are called with one.
+        module: any module.
+        name: ignored; module filters are called with a name.
 
     Returns:
-        Whether `protect_intermediates` marked it.
+        True if the module is marked.
 
     Example:
         >>> [n for n, m in model.named_modules() if is_protected(m)]
@@ -109,14 +109,14 @@ def is_protected(module: nn.Module, name: str = "") -> bool:
 
 
 def unprotected(module: nn.Module, name: str = "") -> bool:
-    """The filter for `convert`, `Probe` and `apply` that lets everything through but protected modules.
+    """Filter for `convert`, `Probe` and `apply` that excludes protected modules.
 
     Args:
-        module: any.
-        name: not looked at.
+        module: any module.
+        name: ignored.
 
     Returns:
-        Whether it may run in low precision.
+        True if the module may run in low precision.
 
     Example:
         >>> loka.convert(model, recipe="rowwise", module_filter_fn=unprotected)
@@ -129,8 +129,8 @@ class ProtectIntermediates:
     """Keep small computations that decide the metric in the precision they need.
 
     Args:
-        kinds: what is protected.
-        precision: at least which type all of it computes in, or for every kind what it needs.
+        kinds: which kinds of modules are protected.
+        precision: the dtype that all of them compute in, at least; "needed" uses the dtype of each kind.
 
     Example:
         >>> loka.mods.apply(model, [ProtectIntermediates()], example=batch)
@@ -139,7 +139,7 @@ class ProtectIntermediates:
     kinds: tuple[Protection, ...] = get_args(Protection)
     precision: Literal["needed", "float32", "bfloat16"] = "needed"
     name: ClassVar[str] = "protect_intermediates"
-    under_autocast: ClassVar[bool] = True  # where it is checked, too
+    under_autocast: ClassVar[bool] = True
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class ProtectIntermediates:
             )
 
     def rewrite(self, editor: Editor) -> None:
-        """Mark and raise every module of the asked kinds."""
+        """Mark every module of these kinds and run it in higher precision."""
         kinds = dict(self._find(editor))
         for name, module in editor.modules():
             kind = kinds.get(name)
@@ -173,7 +173,7 @@ class ProtectIntermediates:
 
     @staticmethod
     def _find(editor: Editor) -> Iterator[tuple[str, Protection]]:
-        """Names with what they are; the last one that speaks for a module wins."""
+        """Yield names with their kind. If a name occurs more than once, the last kind wins."""
         for name, module in editor.model.named_modules():
             if isinstance(module, (FactorizationMachine, DotInteraction)):
                 yield name, "product"
@@ -202,7 +202,7 @@ def _read_flow(editor: Editor, flow: Flow) -> Iterator[tuple[str, Protection]]:
 
 
 def _decides(flow: Flow, outputs: tuple[int, ...]) -> bool:
-    """Whether a linear's output goes, cast at most, into a choice between things: a router."""
+    """Return True if a linear is a router: its output, cast or viewed at most, feeds a sigmoid, softmax or top-k."""
     waiting = list(outputs)
     while waiting:
         for reader in flow.readers(waiting.pop()):

@@ -1,17 +1,19 @@
-"""protect_residual: the residual stream and its additions in float32, the branches in whatever they run in.
+"""protect_residual: keep the residual stream and its additions in float32; branches keep their precision.
 
     y = x + f(x)    ->    y = float32(x) + f(x)
 
-Why: the stream is a sum over all layers. In 16 bits every addition rounds it to 8 (bf16) or 11 bits, and small contributions of late layers are lost
-first; the branches, which are normalised, do not need more. The sum comes out in float32 and stays so until the next branch's linears, which cast what
-they read under autocast. Without autocast in a float32 model nothing changes.
+Why: the stream is a sum over all layers. In 16-bit precision every addition rounds it to 8 (bf16) or 11 bits, and small
+contributions of late layers are lost first; the branches, which are normalized, do not need more. The sum stays in
+float32 until the next branch's linears, which cast their input under autocast. In a float32 model without autocast
+nothing changes.
 
-A sum is as wide as the wider of its sides, so it suffices that one side is raised. Additions are found by running the model on the example: x + f(x), two ways
-from one input (a projected shortcut), and the cross x + x_0 f(x) of DCN. Where a side is an argument of the module that adds, that argument is raised as it
-enters; where a module of it made the side, what that module returns is raised. Both are hooks: no forward is rewritten, so nothing that it decides, draws or is told later
-is lost, and on ways that the example did not take a wider input is still the same input.
+A sum has the wider dtype of its sides, so it suffices to upcast one side. Additions are found by running the model on
+the example: x + f(x), two branches from one input (a projected shortcut), and DCN's cross x + x_0 f(x). If a side is an
+argument of the module that adds, a hook upcasts this argument; if a child produced it, a hook upcasts the child's
+output. No forward is rewritten, so its conditions and random numbers still work. On paths that the example did not
+take, a wider input is still the same input.
 
-A model whose parameters are 16-bit themselves is refused: without autocast its linears could not read a float32 stream.
+A model with 16-bit parameters is refused: without autocast its linears could not read a float32 stream.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from loka.records.mods import ModClass
 from loka.units.flow import Call, Flow, Span
 
 _SUMS = ("add", "add_", "addcmul", "addcmul_")
-# Operations whose result is as wide as the widest of what they read.
+# Operations whose result has the widest dtype of their inputs.
 _PROMOTING = {
     *_SUMS,
     "sub",
@@ -68,18 +70,18 @@ _PROMOTING |= {
 
 @dataclass(frozen=True)
 class ProtectResidual:
-    """Keep the residual stream and its additions in float32. It has no options.
+    """Keep the residual stream and its additions in float32. No options.
 
     Example:
         >>> loka.mods.apply(model, [ProtectResidual()], example=batch)
     """
 
     name: ClassVar[str] = "protect_residual"
-    under_autocast: ClassVar[bool] = True  # where it is checked, too
+    under_autocast: ClassVar[bool] = True
     effect: ClassVar[ModClass] = "rounding"
 
     def rewrite(self, editor: Editor) -> None:
-        """Every module whose own forward adds a branch to a stream."""
+        """Rewrite every module whose own forward adds a branch to a residual stream."""
         narrow = {p.dtype for p in editor.model.parameters()} & {torch.float16, torch.bfloat16}
         if narrow:
             editor.leave("", f"its parameters are {narrow.pop()}: keep them in float32 and use autocast")
@@ -97,7 +99,7 @@ class ProtectResidual:
 
 
 def _raise_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], raised: set[str]) -> None:
-    """Raise one side of every sum of a module, or say why that cannot be."""
+    """Upcast one side of every sum of a module, or report why that is not possible."""
     sources = _Sources(flow, frame)
     keys: list[Key] = []
     exits: list[str] = []
@@ -108,7 +110,8 @@ def _raise_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], raised
         if source is None:
             editor.leave(
                 frame,
-                f"neither side of its {call.op} is an input of it or comes out of one of its modules; hint: add in float32 there, x.float() + y",
+                f"neither side of its {call.op} is an input of it or an output of one of its modules; "
+                "hint: add in float32 there, x.float() + y",
             )
             return
         sources.widen(source)
@@ -129,7 +132,7 @@ def _raise_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], raised
 
 
 class _Sources:
-    """Where the sides of a module's sums come from, and which of its values are wide already."""
+    """Traces the sides of a module's sums back to arguments or child modules, and tracks which values are upcast."""
 
     def __init__(self, flow: Flow, frame: str) -> None:
         self.flow, self.frame = flow, frame
@@ -142,16 +145,19 @@ class _Sources:
         self._wide |= set(source.outputs) if isinstance(source, Span) else {source}
 
     def is_wide(self, call: Call) -> bool:
-        """Whether a side of a sum is made, by operations that keep the width, from something that was raised. In place it must be the first."""
+        """Return True if a side of a sum derives from an upcast value by operations that keep the dtype.
+
+        For an in-place sum, the first side counts alone.
+        """
         sides = call.inputs[:1] if call.op.endswith("_") else call.inputs
         return any(not self._wide.isdisjoint(self._reach(side)) for side in sides)
 
     def find(self, call: Call) -> "int | Span | None":
-        """What to raise: an argument of the module before a module it calls, one with parts of its own before an atom."""
+        """Return what to upcast: preferably an argument of the module, else a child's output, composite ones first."""
         in_place = call.op.endswith("_")
         reached = [value for side in (call.inputs[:1] if in_place else call.inputs) for value in self._reach(side)]
         given = {value for _, value in self.arguments}
-        # a copy of the argument would take the sum away from the caller, who sees it in his own tensor
+        # not an argument that is added to in place: the caller would no longer see the sum in its own tensor
         if not in_place:
             for value in reached:
                 if value in given:
@@ -161,7 +167,7 @@ class _Sources:
         return next((span for span in spans if span.name not in atoms), spans[0] if spans else None)
 
     def _reach(self, value: int) -> list[int]:
-        """A value and what it is made from by operations of the module itself that keep the width, nearest first."""
+        """Return a value and its sources through the module's own dtype-keeping operations, nearest first."""
         found, waiting = [value], [value]
         while waiting:
             at = waiting.pop(0)
@@ -175,7 +181,7 @@ class _Sources:
 
 
 def _is_residual(flow: Flow, call: Call) -> bool:
-    """Whether a sum joins two ways from one value: x + f(x), or g(x) + f(x) with x an input of the module."""
+    """Return True for x + f(x), and for g(x) + f(x) where x is an input of the module."""
     if len(set(call.inputs)) < 2:
         return False
     first, *others = call.inputs

@@ -1,4 +1,4 @@
-"""The mods by name; adding one is one file and one row."""
+"""Registry of the mods by name. A new mod takes one file and one row in `MODS`."""
 
 import ast
 from collections.abc import Iterable
@@ -35,16 +35,17 @@ MODS: dict[str, type[Mod]] = {
     "weighted_sums": SumWeighted,
     "fuse": Fuse,
 }
-# the same function up to rounding, and never slower: taken without asking
+# the same function up to rounding, and never slower: `loka.tune` and `plan_everything` apply these by default
 FREE = ("feature_layout", "feature_products", "fused_dots", "attention_layout", "narrow_outputs", "weighted_sums")
+# the architecture changes that `loka.tune(architecture=True)` applies; the model must be trained with them
 CORE = ("no_bias", "block_norm", "hard_swish")
 
 
 def names() -> tuple[str, ...]:
-    """All mods, in the order in which they are best applied.
+    """Return the names of all mods.
 
     Returns:
-        Their names.
+        The names, in the order in which the mods are best applied.
 
     Example:
         >>> "block_norm" in loka.mods.names()
@@ -54,16 +55,16 @@ def names() -> tuple[str, ...]:
 
 
 def find(mod: "str | Mod") -> Mod:
-    """A mod by name, or the mod itself.
+    """Return the mod with a given name.
 
     Args:
-        mod: either.
+        mod: a name, or a mod, which is returned as it is.
 
     Returns:
-        The mod, with its default options where a name is given.
+        The mod. One found by name has its default options.
 
     Raises:
-        ValueError: no such mod.
+        ValueError: there is no mod of that name.
 
     Example:
         >>> find("no_bias").effect
@@ -81,13 +82,13 @@ def find(mod: "str | Mod") -> Mod:
 
 
 def parse(text: str) -> Mod:
-    """A mod as it is spelled in records: `block_norm` or `block_norm(block=128)`.
+    """Parse a mod as it is written in records: `block_norm` or `block_norm(block=128)`. The inverse of `spell`.
 
     Args:
-        text: what `spell` returns.
+        text: the name, with options as keyword arguments in parentheses.
 
     Returns:
-        The mod with its options.
+        The mod with these options.
 
     Example:
         >>> parse("block_norm(block=128)")
@@ -97,13 +98,13 @@ def parse(text: str) -> Mod:
     if isinstance(call, ast.Name):
         return find(call.id)
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise ValueError(f"{text!r} is no mod with options; expected e.g. block_norm(block=128)")
+        raise ValueError(f"{text!r} is not a mod with options; expected e.g. block_norm(block=128)")
     plain = type(find(call.func.id))
     return plain(**{str(option.arg): ast.literal_eval(option.value) for option in call.keywords})
 
 
 def find_all(mods: "str | Mod | Iterable[str | Mod]") -> list[Mod]:
-    """Mods of one name, a comma-separated list of names, or a sequence; each at most once."""
+    """Return the mods for one mod, comma-separated names, or an iterable of names and mods. Repeats are an error."""
     if isinstance(mods, str):
         mods = [name.strip() for name in mods.split(",") if name.strip()]
     found = [find(mod) for mod in ([mods] if isinstance(mods, Mod) else mods)]

@@ -1,15 +1,17 @@
-"""Apply mods to a model, and take them back.
+"""Apply mods to a model, and revert them.
 
     applied = mods.apply(model, ["no_bias", "block_norm", "hard_swish"], example=batch)
-    print(applied)                            what changed where, what was left and why
+    print(applied)                            what changed where, what was left unchanged and why
     mods.revert(model)                        the original modules and state_dict
 
-Mods work in place, in the order given, each on what the ones before left. They may be applied again later; `revert` undoes all. A model already converted
-to low precision is refused: mods come first, because they decide what there is to convert. Wrappers (DistributedDataParallel, torch.compile, TorchRec's
-DistributedModelParallel) are seen through, and sites are named as in the plain model.
+Mods work in place, in the given order, each on the result of the previous one. More mods can be applied later;
+`revert` undoes all of them. A model already converted to low precision is refused: mods come first, because they decide
+what there is to convert. Wrappers (DistributedDataParallel, torch.compile, TorchRec's DistributedModelParallel) are
+unwrapped, and sites are named as in the plain model.
 
-With an example every change that claims to keep the function is checked on it (`loka.mods.trial`), a whole mod at once; where that fails, change by change, and
-those that fail are undone and listed as left.
+With an example, every change that claims to keep the function is checked on it (`loka.mods.trial`). A mod is first
+checked as a whole. If that fails, its changes are checked one by one, and those that fail are undone and listed as
+left.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,10 +38,10 @@ APPLIED = "_loka_mod_names"
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` did; prints as the summary.
+    """The result of `apply`. Prints as the summary.
 
     Args:
-        summary: the record.
+        summary: the record of what was changed and what was left.
 
     Example:
         >>> loka.mods.apply(model, ["no_bias"]).sites["no_bias"]
@@ -54,7 +56,7 @@ class Applied:
 
     @property
     def sites(self) -> dict[str, list[str]]:
-        """The changed sites of every mod."""
+        """The changed sites by mod."""
         return {
             mod: [c.site for c in self.summary.changed if c.mod == mod] for mod in (c.mod for c in self.summary.changed)
         }
@@ -74,19 +76,22 @@ def apply(
     """Rewrite a model in place.
 
     Args:
-        model: any module, wrapped or not, that is not in low precision yet.
-        mods: names or objects with options, in order; a string may hold several names with commas.
-        module_filter_fn: `(module, name) -> bool`, which modules may be touched.
-        example: one input of the model (a tuple is *args, a dict **kwargs). It is run, in eval and in training mode, to see which module feeds which and to check
-            that what claims to keep the function does; the model, its gradients and the random state are left as they were. Without it, a model with
-            `example_inputs()` is run without storage; otherwise mods that need the order say so for every site they leave, and nothing is checked.
-        model_name: for the summary.
+        model: any module, wrapped or not, that is not converted to low precision yet.
+        mods: names, or mods with options, in order. A string may hold several names separated by commas.
+        module_filter_fn: `(module, name) -> bool`, which modules may be changed.
+        example: one input of the model (a tuple is *args, a dict **kwargs). The model runs on it in eval and training
+            mode, to see which module feeds which and to check changes that claim to keep the function. Parameters,
+            gradients and random state are left untouched. Without an example, a model with `example_inputs()` is run on
+            meta tensors; failing that, mods that need the order of modules report this for each site they leave.
+            Nothing is checked without an example.
+        model_name: the model's name in the summary.
 
     Returns:
-        What changed where, what was left and why.
+        What changed where, what was left unchanged and why.
 
     Raises:
-        ValueError: an unknown mod, an example that the model cannot run, a model that is converted, fused or not initialised yet.
+        ValueError: the mod is unknown, the model cannot run the example, or the model is converted, fused or has
+            uninitialized (lazy) parameters.
 
     Example:
         >>> applied = apply(model, ["align_shapes", "protect_residual"], example=batch)
@@ -100,7 +105,7 @@ def apply(
         trial = None if example is None else Trial(inner, example)
         editors = [_rewrite(_Job(inner, mod, module_filter_fn, example, trial, _is_ddp(model))) for mod in chosen]
     if is_compiled(model) and any(editor.changed for editor in editors):
-        torch.compiler.reset()  # graphs made before know nothing of what changed
+        torch.compiler.reset()  # graphs compiled before the change are stale
     notes = [*(trial.notes if trial else []), *(note for editor in editors for note in editor.notes)]
     summary = ModSummary(
         model=model_name or type(inner).__name__,
@@ -116,7 +121,7 @@ def apply(
 
 @dataclass(frozen=True)
 class _Job:
-    """One mod, what it works on, and who judges it."""
+    """One mod to apply, with the model, the filter, the example and the trial that checks it."""
 
     model: nn.Module
     mod: Mod
@@ -127,7 +132,7 @@ class _Job:
 
     @property
     def low(self) -> bool:
-        """Whether the mod runs something in FP8."""
+        """Whether the mod runs parts of the model in FP8."""
         return getattr(self.mod, "precision", None) == "fp8"
 
     def edit(self, *, one_by_one: bool = False) -> Editor:
@@ -136,20 +141,20 @@ class _Job:
         return editor
 
     def judge(self, effect: ModClass, steps: Sequence[Step]) -> str | None:
-        """Why steps must be undone."""
+        """Return why the steps must be undone, or None if they may stay."""
         lost = [step for step in steps if isinstance(step, Drop) or (isinstance(step, Swap) and step.lost)]
         if self.ddp and lost:
             return "DistributedDataParallel waits for the gradients of every parameter it was given; apply the mods before wrapping"
         return None if self.trial is None else self.trial.refuse(effect, touched=self._touched(steps), low=self.low)
 
     def _touched(self, steps: Sequence[Step]) -> set[int]:
-        """Parameters whose values a step changed: their gradients change with them."""
+        """Return the ids of parameters whose values a step changed: their gradients are expected to change too."""
         targets = {step.target for step in steps if isinstance(step, Fold)}
         return {id(p) for name in targets for p in self.model.get_submodule(name).parameters()}
 
 
 def _rewrite(job: _Job) -> Editor:
-    """Let a mod do its work, judge it as a whole, and where that fails change by change."""
+    """Run a mod and check it as a whole. If that fails, undo it and run it again, checking change by change."""
     start = len(journal_of(job.model))
     if job.trial is not None:
         job.trial.prepare(autocast=getattr(job.mod, "under_autocast", False), low=job.low)
@@ -171,7 +176,7 @@ def _rewrite(job: _Job) -> Editor:
 
 
 def _leave_all(job: _Job, done: Editor, why: str | None) -> Editor:
-    """A mod whose changes only make sense together."""
+    """List every change of an inseparable mod as left, after all of them were undone."""
     editor = Editor(job.model, job.mod.name, job.keep, job.example)
     editor.left = list(done.left)
     for change in done.changed:
@@ -190,7 +195,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def refuse_converted(model: nn.Module) -> None:
-    """Mods come before conversion, and fuse comes last."""
+    """Raise ValueError if the model is converted or fused: mods come before conversion, and fuse comes last."""
     converted = [plain_name(name) for name, module in model.named_modules() if isinstance(module, Linear)]
     if converted:
         raise ValueError(
@@ -204,13 +209,13 @@ def refuse_converted(model: nn.Module) -> None:
 
 
 def applied_to(model: nn.Module) -> tuple[str, ...]:
-    """The mods a model carries.
+    """Return the mods that were applied to a model.
 
     Args:
         model: any module, wrapped or not.
 
     Returns:
-        The mods as spelled, oldest first.
+        The mods with their options, as text (see `spell`), oldest first.
 
     Example:
         >>> loka.mods.applied_to(model)
@@ -220,13 +225,13 @@ def applied_to(model: nn.Module) -> tuple[str, ...]:
 
 
 def revert(model: nn.Module) -> int:
-    """Undo every mod. What was trained meanwhile stays trained.
+    """Undo every mod. Parameters keep their trained values.
 
     Args:
-        model: any module, wrapped or not, that is not in low precision any more.
+        model: any module, wrapped or not. A converted model must be reverted with `loka.revert` first.
 
     Returns:
-        How many changes that were.
+        The number of changes that were undone.
 
     Raises:
         ValueError: the model is still in low precision.

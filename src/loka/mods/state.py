@@ -1,10 +1,11 @@
-"""Checkpoints of the original model, in the modified one.
+"""Load checkpoints of the original model into the modified one.
 
     notes = mods.load_state_dict(model, state)         state of the original, or of the modified model
     notes = mods.load_checkpoint(model, "step-00001000")
 
-What a mod did to the parameters it does to a checkpoint's tensors too: a folded gain is folded into the checkpoint's own weight, a dropped bias is left out.
-Notes say, entry by entry, what was lost; where a mod is an architecture change the result is a starting point for training, not the original's function.
+The changes that mods made to parameters are repeated on the checkpoint's tensors: a folded gain is folded into the
+checkpoint's own weight, a dropped bias is left out. The notes list every entry that was moved or dropped. With an
+architecture change, the result is a starting point for training and not the original function.
 """
 
 from collections.abc import Mapping
@@ -17,14 +18,14 @@ from loka.nn.wrapping import unwrap
 
 
 def adapt_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The state_dict of the original model as the modified one takes it. A state_dict of the modified model itself is returned as it is.
+    """Convert a state_dict of the original model to one that the modified model can load.
 
     Args:
-        model: modified.
-        state: of the original.
+        model: the modified model.
+        state: the original model's state_dict. One of the modified model itself is returned as it is.
 
     Returns:
-        The adapted one, and what was lost on the way.
+        The adapted state_dict, and one note for each entry that was moved or dropped.
 
     Example:
         >>> adapted, lost = loka.mods.adapt_state_dict(model, state)
@@ -54,11 +55,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Load a state_dict of the original or of the modified model.
 
     Args:
-        model: modified.
-        state: either's.
+        model: the modified model.
+        state: a state_dict of either.
 
     Returns:
-        What was lost or moved.
+        One note for each entry that was moved or dropped.
 
     Example:
         >>> print(*loka.mods.load_state_dict(model, torch.load("weights.pt")))
@@ -72,14 +73,14 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def load_checkpoint(model: nn.Module, path: str | Path) -> list[str]:
-    """Load the weights of the original or of the modified model from a file; no pickle is read.
+    """Load the weights of the original or of the modified model from a safetensors file. Pickles are not read.
 
     Args:
-        model: modified.
-        path: a .safetensors file, or the folder of a checkpoint that holds model.safetensors.
+        model: the modified model.
+        path: a .safetensors file, or a checkpoint folder that contains model.safetensors.
 
     Returns:
-        What was lost or moved.
+        One note for each entry that was moved or dropped.
 
     Example:
         >>> loka.mods.load_checkpoint(model, "runs/x/checkpoints/step-00000020")

@@ -1,14 +1,15 @@
-"""Suggest: from what Probe saw at each site, the mods that would make more of the model safe or fast.
+"""Suggest mods that would make more of the model safe or fast, from what Probe found at each site.
 
-    outlier channels or heavy tails in the input     block_norm    the values of a block become bounded, where a norm makes the input
-    an input far from zero                           no_bias       where the mean of x is a bias of the layer before (or of its norm), not the data's own
-    an unsafe GEMM with few outputs                  protect_intermediates    a prediction layer is cheap and decides the metric
+    outlier channels or heavy tails in the input     block_norm    bounds the values, if a norm makes the input
+    an input far from zero                           no_bias       if the mean is a bias of the previous layer or norm
+    an unsafe GEMM with few outputs                  protect_intermediates    a prediction layer: cheap and critical
     a non-finite value, sigmoid-like amplification   hard_swish
     K or N that kernels refuse or pad                align_shapes
-    safe, but slow                                   fuse          quantisation is the cost; fused into the layer before it is free
+    safe, but slow                                   fuse          quantization is free when fused into the layer before
 
-Statistics do not say what feeds a site, and two of these depend on it: a mean that raw data has is no bias, and without a norm there is none to replace. So both are
-proposed only with the model at hand, where a run on the example shows a bias or a norm before the site; `unjudged` lists what waits for that.
+The first two depend on what feeds a site, which statistics do not tell: a mean of the raw data is not a bias, and
+without a norm there is nothing to replace. They are suggested only if the model is given and a run on the example shows
+a norm or a bias before the site. `unjudged` lists the sites that need such a run.
 
 A suggestion is a reading of statistics, not a promise: apply, train or fine-tune, probe again.
 """
@@ -30,7 +31,7 @@ ALIGNMENT = 16
 
 
 class HasRecord(Protocol):
-    """What `Probe.evaluate` returns."""
+    """An object with a probe report as `record`, as `Probe.evaluate` returns it."""
 
     @property
     def record(self) -> ProbeReport:
@@ -40,12 +41,12 @@ class HasRecord(Protocol):
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A mod, the sites it is for, and what at these sites speaks for it.
+    """A suggested mod, with the sites that would gain from it.
 
     Args:
-        mod: its name.
-        sites: where.
-        why: in words.
+        mod: the mod's name.
+        sites: names of the sites.
+        why: the reason, in words.
 
     Example:
         >>> for suggestion in loka.mods.suggest(report): print(suggestion)
@@ -62,15 +63,15 @@ class Suggestion:
 def suggest(
     report: "ProbeReport | HasRecord", model: nn.Module | None = None, *, example: Any = None
 ) -> list[Suggestion]:
-    """The mods that Probe's findings speak for, those that concern the most FLOPs first.
+    """Suggest mods from a probe report, those that affect the most FLOPs first.
 
     Args:
         report: what `Probe.evaluate` returned, or its record.
-        model: the model that was probed, wrapped or not. Without it, mods whose use depends on what feeds a site are not proposed.
-        example: one input of it, as for `apply`.
+        model: the model that was probed, wrapped or not. Without it, `block_norm` and `no_bias` are not suggested.
+        example: one input of the model, as for `apply`.
 
     Returns:
-        One suggestion for each mod, with the sites it is for.
+        One suggestion for each mod, with its sites.
 
     Example:
         >>> for suggestion in suggest(report, model, example=batch):
@@ -79,7 +80,7 @@ def suggest(
     record, feeding = _record(report), None if model is None else Feeding.of(model, example)
     found: dict[str, dict[str, str]] = {}
     for site in record.sites:
-        for mod, why in _read(site).items():
+        for mod, why in _find_reasons(site).items():
             if mod not in NEEDS_FEEDING or (feeding is not None and feeding.fits(mod, site.name)):
                 found.setdefault(mod, {})[site.name] = why
     shares = {site.name: site.flops_share for site in record.sites}
@@ -88,19 +89,19 @@ def suggest(
 
 
 def unjudged(report: "ProbeReport | HasRecord") -> dict[str, tuple[str, ...]]:
-    """The mods that a report alone cannot decide about: their sites, for which `suggest` wants the model.
+    """Return the mods that a report alone cannot decide on, with the sites for which `suggest` needs the model.
 
     Args:
         report: what `Probe.evaluate` returned, or its record.
 
     Returns:
-        Sites by mod; empty where nothing of the kind was found.
+        Sites by mod; empty if there are none.
 
     Example:
         >>> loka.mods.unjudged(report)
     """
     sites = _record(report).sites
-    found = {mod: tuple(site.name for site in sites if mod in _read(site)) for mod in NEEDS_FEEDING}
+    found = {mod: tuple(site.name for site in sites if mod in _find_reasons(site)) for mod in NEEDS_FEEDING}
     return {mod: names for mod, names in found.items() if names}
 
 
@@ -108,7 +109,8 @@ def _record(report: "ProbeReport | HasRecord") -> ProbeReport:
     return report if isinstance(report, ProbeReport) else report.record
 
 
-def _read(site: Site) -> dict[str, str]:
+def _find_reasons(site: Site) -> dict[str, str]:
+    """Return the mods that a site's statistics suggest, with the reason."""
     reasons: dict[str, str] = {}
     for rule in _RULES:
         for mod, why in rule(site).items():
@@ -116,8 +118,8 @@ def _read(site: Site) -> dict[str, str]:
     return reasons
 
 
-def _believe_probe(site: Site) -> dict[str, str]:
-    """What Probe's own verdicts name: a mod's name, or its words for the prediction layer."""
+def _read_verdicts(site: Site) -> dict[str, str]:
+    """Read the mods that Probe's verdicts name themselves, including its wording for prediction layers."""
     out: dict[str, str] = {}
     for verdict in site.verdicts:
         text = verdict.suggested_mod or ""
@@ -130,7 +132,7 @@ def _believe_probe(site: Site) -> dict[str, str]:
 
 
 def _read_input(site: Site) -> dict[str, str]:
-    """Statistics of the input at a site with an unsafe GEMM."""
+    """Apply the rules on input statistics to a site with an unsafe GEMM."""
     x = _stats(site, "x")
     if x is None or not _unsafe(site) or site.n <= FEW_OUTPUTS:
         return {}
@@ -162,7 +164,7 @@ def _read_speed(site: Site) -> dict[str, str]:
 
 
 _RULES: tuple[Callable[[Site], dict[str, str]], ...] = (
-    _believe_probe,
+    _read_verdicts,
     _read_input,
     _read_outputs,
     _read_shape,

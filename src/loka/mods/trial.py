@@ -1,17 +1,18 @@
-"""Trial: whether a model still computes what it did, seen on the example.
+"""Trial: check on the example that a modified model still computes what it did.
 
-Before and after a mod the model is run on the example with the same random state
+Before and after a mod, the model runs on the example with the same random state, and these are recorded:
 
     in eval mode          results
-    in training mode      results, the gradients of every parameter that the mod did not touch (embedding tables of more than 2^24 numbers are
-                          left out), and the buffers it leaves (a batch norm's statistics)
-    under autocast        for mods about precision: how far bfloat16 is from float32, which they must not make worse
+    in training mode      results, buffers (a batch norm's statistics) and the gradients of every parameter that the mod
+                          did not touch, except embedding tables of more than 2^24 numbers
+    under autocast        for mods about precision: the error of bfloat16 relative to float32, which must not get worse
 
-and the two are compared with a tolerance that fits the claim: what summing in another order does to the narrowest type in the model ("exact"), ten times that
-("rounding"), or what FP8 does to a tower. FP8 chains draw dropout themselves, from other random numbers than torch: they are compared without dropout. A change of the architecture must only run. A model whose results differ from run to run is compared as far as that allows, and the summary
-says where it was not.
+The tolerance depends on the claimed effect: the error of summing in another order in the narrowest dtype of the model
+("exact"), ten times that ("rounding"), or the error of a tower in FP8. FP8 chains draw dropout from their own random
+numbers, so they are compared without dropout. An architecture change only has to run. If a model's results differ from
+run to run, the tolerance is widened by that much; what could not be checked is listed in the summary.
 
-Running leaves no trace (`loka.units.undisturbed`): no gradient, no buffer, no random number.
+The runs have no side effects on gradients, buffers or random state (`loka.units.undisturbed`).
 """
 
 import random
@@ -36,33 +37,35 @@ Mode = Literal["eval", "training", "autocast"]
 SEED = 20
 # Relative error (Frobenius) of a result for "exact": sums in another order.
 _EXACT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-_ROUNDING = 10.0  # times that: another order of operations
-_GRADIENTS = 30.0  # times that: a backward pass through them
-_WORSE = 3.0  # times the error that autocast had: two errors of one size differ by chance
-# elements: gradients of larger parameters, which are embedding tables, are not asked for; they would fill the memory
+_ROUNDING = 10.0  # "rounding" allows this many times the error of "exact": another order of operations
+_GRADIENTS = 30.0  # gradients may differ by this many times more than results
+_WORSE = 3.0  # the error under autocast may grow by this factor: two errors of one size differ by chance
+# gradients of parameters with more elements (embedding tables) are not computed: they would fill the memory
 _LARGE = 2**24
-_FP8 = 0.6  # of towers in FP8, layers deep: tells another function (1.4 for unrelated numbers) from a coarse one; how coarse it may be, Probe judges
+# Relative error allowed for towers in FP8, many layers deep. It tells a coarse result from another function (1.4 for
+# unrelated numbers). Whether the precision is sufficient is for Probe to judge.
+_FP8 = 0.6
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: results, gradients by the identity of their parameter, or what it raised."""
+    """The outcome of one run: results, gradients by id of the parameter, buffers, or the error it raised."""
 
     results: list[Tensor] = field(default_factory=list)
     gradients: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # after the run: what training leaves for eval mode
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # after a run in training mode
     error: str | None = None
-    without_gradients: str | None = None  # why there are none
+    without_gradients: str | None = None  # why gradients could not be computed
 
 
 Outcomes = dict[Mode, Outcome]
 
 
 class Trial:
-    """A model, an example, and what the model last computed on it."""
+    """Compares the model's outcomes on the example with those before a change."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        """Raises ValueError for an example that the model cannot run."""
+        """Run the model as it is. Raises ValueError if it cannot run the example."""
         self._model, self._example, self._low = model, example, False
         self._last: Outcomes = {mode: self._run_in(mode) for mode in ("eval", "training")}
         if self._last["eval"].error and self._last["training"].error:
@@ -70,10 +73,15 @@ class Trial:
                 f"the model cannot run the example: {self._last['eval'].error}; hint: example is the model's input, a tuple for several arguments, "
                 "a dict for keyword arguments, (batch,) for one argument that is a tuple or a dict; mods.capture_example takes it from a call"
             )
-        self.notes = list(self._tell())
+        self.notes = list(self._list_notes())
 
     def prepare(self, *, autocast: bool, low: bool = False) -> None:
-        """Look at the model under autocast too, or no longer, and for a change that runs something in FP8 (`low`) without dropout; before it is changed."""
+        """Record the unmodified model as the next mod needs it.
+
+        Args:
+            autocast: run it under autocast too.
+            low: run it without dropout, because the mod runs parts of it in FP8.
+        """
         if low != self._low:
             self._low = low
             self._last["training"] = self._run_in("training")
@@ -83,12 +91,12 @@ class Trial:
             self._last["autocast"] = self._run_in("autocast")
 
     def refuse(self, effect: ModClass, *, touched: Collection[int] = (), low: bool = False) -> str | None:
-        """Why a change must be taken back; None where it keeps its word, and then it is what the next one is compared with.
+        """Return why a change must be undone. None accepts it, and the next change is compared with its outcome.
 
         Args:
-            effect: what the change claims.
-            touched: parameters, by identity, whose gradients the change moves on purpose.
-            low: whether the change runs something in FP8.
+            effect: the effect that the change claims.
+            touched: ids of parameters whose gradients are expected to change.
+            low: whether the change runs parts of the model in FP8.
         """
         claim = _Claim(effect, touched, low)
         now = {mode: self._run_in(mode) for mode in self._last}
@@ -103,12 +111,15 @@ class Trial:
         return None
 
     def _differ(self, mode: Mode, now: Outcomes, claim: "_Claim") -> str | None:
-        """What differs, beyond what the model's types and its own noise explain; both are only looked for where something does."""
+        """Return the first difference that dtypes inside the model and its run-to-run noise do not explain.
+
+        Both are costly to determine, so this is only done if there is a difference at all.
+        """
         if claim.compare(mode, self._last, now, self._narrowest(set()), 0.0) is None:
             return None
         flow = record(self._model, self._example, training=mode == "training")
         inside = flow.dtypes if isinstance(flow, Flow) else set()
-        noise = _noise(now[mode], self._run_in(mode))
+        noise = _measure_noise(now[mode], self._run_in(mode))
         narrowest = self._narrowest(inside)
         if noise > claim.limit(narrowest):
             self.notes.append(f"not checked {_NAMES[mode]}: two runs of the model itself differ by {noise:.1e}")
@@ -116,7 +127,7 @@ class Trial:
         return claim.compare(mode, self._last, now, narrowest, noise)
 
     def _narrowest(self, inside: set[torch.dtype]) -> torch.dtype:
-        """The type whose rounding the results carry. TF32 has float16's digits."""
+        """Return the dtype with the coarsest rounding in the model. TF32 has as many mantissa bits as float16."""
         tensors = [*self._model.parameters(), *(t for outcome in self._last.values() for t in outcome.results)]
         dtypes = {dtype for dtype in (*inside, *(t.dtype for t in tensors)) if dtype in _EXACT}
         if any(t.is_cuda for t in tensors) and torch.backends.cuda.matmul.allow_tf32:
@@ -125,14 +136,14 @@ class Trial:
 
     def _run_in(self, mode: Mode) -> Outcome:
         kind = next((p.device.type for p in self._model.parameters()), "cpu")
-        # in training alone: an encoder's fused path in eval mode is not taken while any function mode is there
-        drawing = _DrawInOrder(nothing=self._low) if mode == "training" else nullcontext()
+        # only in training mode: any function mode would disable an encoder's fused path in eval mode
+        dropout = _OrderedDropout(off=self._low) if mode == "training" else nullcontext()
         chains = without_dropout() if self._low else nullcontext()
         try:
             with undisturbed(self._model), torch.set_grad_enabled(mode == "training"), chains:
                 set_mode(self._model, mode == "training")
                 _seed()
-                with torch.autocast(kind, dtype=torch.bfloat16, enabled=mode == "autocast"), drawing:
+                with torch.autocast(kind, dtype=torch.bfloat16, enabled=mode == "autocast"), dropout:
                     output = call_model(self._model, self._example)
                 results = list(tensors_in(output))
                 gradients, why = self._differentiate(results) if mode == "training" else ({}, None)
@@ -143,7 +154,10 @@ class Trial:
             return Outcome(error=f"{type(error).__name__}: {first[0]}")
 
     def _differentiate(self, results: list[Tensor]) -> tuple[dict[int, tuple[str, Tensor]], str | None]:
-        """Of the results, weighed by fixed random numbers; with autograd.grad, which leaves .grad and whatever hangs on it alone."""
+        """Return the gradients of a randomly weighted sum of the results, or why there are none.
+
+        autograd.grad does not touch `.grad` or hooks on its accumulation.
+        """
         every = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         named = [(n, p) for n, p in every if p.numel() <= _LARGE and not self._is_fused(n)]
         ends = [t for t in results if t.requires_grad and t.is_floating_point()]
@@ -159,11 +173,11 @@ class Trial:
         return {id(p): (n, torch.zeros_like(p) if g is None else g.detach()) for (n, p), g in pairs}, None
 
     def _is_fused(self, parameter: str) -> bool:
-        """Whether a backward pass updates a parameter (FBGEMM's embedding tables do): that would be no mere look."""
+        """Return True if the backward pass itself updates a parameter, as for FBGEMM's embedding tables."""
         owner = self._model.get_submodule(parameter.rpartition(".")[0])
         return any(base.__module__.startswith("fbgemm_gpu") for base in type(owner).__mro__)
 
-    def _tell(self) -> Iterator[str]:
+    def _list_notes(self) -> Iterator[str]:
         for mode, outcome in self._last.items():
             if outcome.error:
                 yield f"not checked {_NAMES[mode]}: the model fails on the example, {outcome.error}"
@@ -173,14 +187,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a change promises, and the comparison that goes with it."""
+    """The effect that a change claims, and the comparison that checks it."""
 
     effect: ModClass
     touched: Collection[int]
     low: bool
 
     def limit(self, narrowest: torch.dtype) -> float:
-        """The relative error of a result that the promise allows."""
+        """Return the relative error of results that the claim allows."""
         if self.low:
             return _FP8
         return _EXACT[narrowest] * (_ROUNDING if self.effect == "rounding" else 1.0)
@@ -188,7 +202,7 @@ class _Claim:
     def compare(
         self, mode: Mode, before: Outcomes, after: Outcomes, narrowest: torch.dtype, noise: float
     ) -> str | None:
-        """The first difference that is larger."""
+        """Return the first difference beyond the limit, in words, or None."""
         limit = self.limit(narrowest) + 2 * noise
         if mode == "autocast":
             return None if self.low else _compare_autocast(before, after, limit)
@@ -203,18 +217,21 @@ class _Claim:
 _NAMES: dict[Mode, str] = {"eval": "in eval mode", "training": "in training mode", "autocast": "under autocast"}
 
 
-class _DrawInOrder(TorchFunctionMode):
-    """Dropout draws element by element. torch draws in the order in which a tensor lies in memory, which a change of layout may change: the same distribution, other draws. `nothing`: it drops nothing."""
+class _OrderedDropout(TorchFunctionMode):
+    """Dropout whose draws do not depend on the memory layout, which a mod may change.
 
-    def __init__(self, *, nothing: bool = False) -> None:
+    torch draws in memory order, so another layout gives the same distribution but other draws. `off` disables dropout.
+    """
+
+    def __init__(self, *, off: bool = False) -> None:
         super().__init__()
-        self._nothing = nothing
+        self._off = off
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (F.dropout, torch.dropout) and args and (self._nothing or not kwargs.get("inplace", args[3:4] == (True,))):  # fmt: skip
-            x, p, training = _dropout_arguments(func, args, kwargs)
-            if self._nothing:
+        if func in (F.dropout, torch.dropout) and args and (self._off or not kwargs.get("inplace", args[3:4] == (True,))):  # fmt: skip
+            x, p, training = _parse_dropout_arguments(func, args, kwargs)
+            if self._off:
                 return x
             if training and 0 < p < 1:
                 kept = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
@@ -222,15 +239,15 @@ class _DrawInOrder(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _dropout_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, float, bool]:
-    """Of torch.nn.functional.dropout(input, p, training, inplace) or torch.dropout(input, p, train)."""
+def _parse_dropout_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, float, bool]:
+    """Return the input, p and training of F.dropout(input, p, training, inplace) or torch.dropout(input, p, train)."""
     mode = "training" if func is F.dropout else "train"
     given = dict(zip(("input", "p", mode), args, strict=False)) | kwargs
     return given["input"], given.get("p", 0.5), given.get(mode, True)
 
 
 def _seed() -> None:
-    """Generators one by one: torch.manual_seed would also seed devices that nobody uses, now or when they are first used."""
+    """Seed the generators in use. torch.manual_seed would also seed devices that are not initialized yet."""
     torch.default_generator.manual_seed(SEED)
     for generator in torch.cuda.default_generators if torch.cuda.is_initialized() else ():  # type: ignore[no-untyped-call]
         generator.manual_seed(SEED)
@@ -239,8 +256,8 @@ def _seed() -> None:
         numpy.random.seed(SEED)
 
 
-def _noise(first: Outcome, second: Outcome) -> float:
-    """How far two runs of one model are apart."""
+def _measure_noise(first: Outcome, second: Outcome) -> float:
+    """Return the largest relative difference between the results of two runs of one model."""
     if first.error or second.error or len(first.results) != len(second.results):
         return 0.0
     pairs = zip(first.results, second.results, strict=True)
@@ -248,7 +265,7 @@ def _noise(first: Outcome, second: Outcome) -> float:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |a| over finite entries; infinite where one is finite and the other is not. For integers, the share that differs."""
+    """Return |a - b| / |a| over finite entries (inf if their positions differ); for integers, the share that differs."""
     if torch.equal(a, b):
         return 0.0
     if not (a.is_floating_point() or a.is_complex()):
@@ -298,7 +315,7 @@ def _compare_gradients(before: Outcome, after: Outcome, limit: float, touched: C
 
 
 def _compare_autocast(before: Outcomes, after: Outcomes, limit: float) -> str | None:
-    """Results under autocast against those in float32, before and after."""
+    """Compare the error of autocast relative to float32, before and after."""
     if before["eval"].error or after["eval"].error:
         return None
     pairs = [zip(run["eval"].results, run["autocast"].results, strict=False) for run in (before, after)]
