@@ -1,4 +1,4 @@
-"""records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
+"""records: frozen structs that are strictly validated on the way to JSON and back. Needs no torch."""
 
 from loka.records.ab import BundleInfo, Overlap, PairedMetric, PairedTest, SplitCheck
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference

@@ -1,4 +1,4 @@
-"""An offline A/B comparison: two models on the same users, metric by metric, with what must hold before it is believed."""
+"""Records of an offline A/B test: two models on the same users, metric by metric, with validity checks."""
 
 from typing import Literal
 
@@ -24,7 +24,7 @@ class PairedMetric(Part, frozen=True):
 
 
 class SplitCheck(Part, frozen=True):
-    """Whether both arms answered for as many users as they should have."""
+    """Result of the check that users were split between the arms as intended."""
 
     observed: list[int]
     p_value: float
@@ -32,7 +32,7 @@ class SplitCheck(Part, frozen=True):
 
 
 class Overlap(Part, frozen=True):
-    """Share of the first n recommended items that both arms have, mean over users."""
+    """Share of the top n recommended items that both arms have in common, mean over users."""
 
     n: int
     share: float
@@ -46,18 +46,18 @@ class PairedTest(Record, frozen=True, tag="paired_test"):
     data: str
     split: SplitCheck
     metrics: list[PairedMetric]
-    overlap: list[Overlap]  # of the recommended sets; empty where lists were not compared
+    overlap: list[Overlap]  # of the recommended items; empty if lists were not compared
     environment: Environment
     notes: list[str] = msgspec.field(default_factory=list)  # metrics that could not be compared
 
 
 class BundleInfo(Record, frozen=True, tag="bundle"):
-    """A generative recommender in a folder: which data it was made from, and how."""
+    """A generative recommender in a folder: the data it was trained on, and how."""
 
     data: str
     settings: dict[str, str | int | float | bool | None]  # options of the data set
     steps: int
     seed: int
     loss: float | None
-    normalize: Literal["codebook", "valid"]  # what the model's probabilities sum to one over
+    normalize: Literal["codebook", "valid"]  # the set over which the model's probabilities sum to one
     environment: Environment

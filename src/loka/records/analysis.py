@@ -1,4 +1,4 @@
-"""What an analysis of distributions saw: per layer the size and the shape of weights and activations, per model a verdict."""
+"""Distributions of weights and activations: statistics per layer, and a verdict per model."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ Likeness = Literal["LLM-like", "ranker-like", "between", "untrained"]  # the las
 
 
 class GroupRange(Part, frozen=True):
-    """What happens inside the groups that share a scale under one Spec: range is what hurts a scaled format, not size."""
+    """The range inside groups that share a scale under one Spec: range hurts a scaled format, size does not."""
 
     spec: str
     crest_bits: float  # log2(absmax / rms) of a group, 99th percentile over groups
@@ -22,7 +22,7 @@ class LayerStats(Part, frozen=True):
     name: str
     kind: Literal["weight", "activation"]
     shape: list[int]
-    elements: int  # looked at
+    elements: int  # number sampled
     variance: float
     absmax: float
     abs_p99: float
@@ -31,7 +31,7 @@ class LayerStats(Part, frozen=True):
 
 
 class ModelStats(Part, frozen=True):
-    """One model: its layers, and what they resemble."""
+    """One model: its layers, and what kind of model their distributions resemble."""
 
     name: str
     source: str
@@ -42,7 +42,7 @@ class ModelStats(Part, frozen=True):
 
 
 class Reference(Part, frozen=True):
-    """A published value, drawn as a line and measured by nobody here."""
+    """A published value that is drawn as a line; not measured here."""
 
     label: str
     statistic: Literal["variance", "absmax"]

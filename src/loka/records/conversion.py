@@ -1,4 +1,7 @@
-"""What a conversion did: which linear runs what, in which unit, what was kept and why. A record of its own beside the plan, since a plan may meet another machine."""
+"""The result of a conversion: what every linear runs, in which unit, and why others were kept.
+
+Separate from the plan, since a plan may be applied on another machine.
+"""
 
 from typing import Any, ClassVar
 
@@ -11,20 +14,20 @@ from loka.records.unit import UnitPlan, upgrade_units
 
 
 class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
-    """What runs where. Prints as a summary.
+    """What runs where in a converted model. `str()` gives a summary.
 
     Args:
         model: the model's class.
-        converted: for every linear in low precision, what its GEMMs run.
-        kept: for every other one, why it stays.
+        converted: what the GEMMs of every low-precision linear run.
+        kept: why every other linear stays in high precision.
+        environment: where the model was converted.
         units: the chains that were placed, as they run.
-        mods: rewrites that were applied before, as spelled.
-        frozen: whether weights are quantised once, for serving.
-        low_precision_share: of the GEMM FLOPs of a step; None where neither a plan nor an example gave the shapes.
+        mods: rewrites that were applied before, with their options.
+        frozen: whether weights are quantized once, for serving.
+        low_precision_share: share of the GEMM FLOPs of a step; None if neither a plan nor an example gave the shapes.
         flops_of: what that is a share of: the model's GEMMs, or the probed sites'.
-        notes: what `auto` came to and who refused; what differs from where the plan was made.
+        notes: what `auto` resolved to and which backends refused; differences from where the plan was made.
         plan: the seal of the plan it came from; None for a recipe.
-        environment: where it was done.
     """
 
     SCHEMA: ClassVar[int] = 2
@@ -43,7 +46,7 @@ class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
 
     @classmethod
     def upgrade(cls, document: dict[str, Any]) -> None:
-        """As `Record.upgrade`."""
+        """See `Record.upgrade`."""
         upgrade_units(document.get("units"))
 
     def __str__(self) -> str:
@@ -61,7 +64,7 @@ class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
 
 
 class QuantizedSite(Part, frozen=True):
-    """One linear or layer of experts. `activation` and `weight` are canonical Specs, None for 16 bits."""
+    """One linear or expert layer. `activation` and `weight` are canonical Specs; None for 16-bit precision."""
 
     name: str
     type: str
@@ -69,29 +72,29 @@ class QuantizedSite(Part, frozen=True):
     activation: str | None
     weight: str | None
     reason: str
-    weight_error: float | None = None  # relative L2 of the rounding of the weight
-    metric_change: Interval | None = None  # relative change of the end metric with this site alone quantised
-    fast_accum: bool = False  # sums stay in the tensor cores
+    weight_error: float | None = None  # relative L2 error of the quantized weight
+    metric_change: Interval | None = None  # relative change of the end metric with this site alone quantized
+    fast_accum: bool = False  # sums are accumulated in the tensor cores
 
 
 class Quantized(Record, frozen=True, tag="quantized"):
-    """How a model was quantised: every site, the bytes before and after, the change of the metric."""
+    """How a model was quantized: every site, its size before and after, and the change of the metric."""
 
     model: str
     recipe: str
     sites: list[QuantizedSite]
-    bytes_before: int  # of the checkpoint with every floating tensor in 16 bits
+    bytes_before: int  # of the checkpoint with every floating-point tensor in 16-bit
     bytes_after: int
     environment: Environment
-    metric: str | None = None  # what was measured, on what; None where nothing was
-    bound: float | None = None  # largest accepted relative change of it
-    change: Interval | None = None  # of the whole quantised model
-    notes: list[str] = msgspec.field(default_factory=list)  # what `auto` came to; sets of sites that were given up
+    metric: str | None = None  # the metric and its data; None if nothing was measured
+    bound: float | None = None  # largest accepted relative change of the metric
+    change: Interval | None = None  # measured with the whole quantized model
+    notes: list[str] = msgspec.field(default_factory=list)  # what `auto` resolved to; sets of sites that were given up
     plan: str | None = None  # the seal of the plan it came from; None for a recipe
-    mods: list[str] = msgspec.field(default_factory=list)  # rewrites the model had, as spelled
+    mods: list[str] = msgspec.field(default_factory=list)  # mods applied to the model, with their options
     units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains, with the magnitudes their scales come from
 
     @property
     def ratio(self) -> float:
-        """Size after over size before."""
+        """Size after quantization divided by size before."""
         return self.bytes_after / self.bytes_before

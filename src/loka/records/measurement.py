@@ -14,7 +14,7 @@ from loka.records.record import Part
 
 
 class Interval(Part, frozen=True):
-    """An estimate with its 95 % interval. Decisions are made on the worse end.
+    """An estimate with its 95 % interval. Decisions use the worse end.
 
     Example:
         >>> f"{Interval(value=1.25, low=1.2, high=1.3):.2fx}"
@@ -30,14 +30,14 @@ class Interval(Part, frozen=True):
             raise ValueError(f"interval [{self.low}, {self.high}] does not contain its value {self.value}")
 
     def __format__(self, spec: str) -> str:
-        """Value and ends, each in a float's format; one that ends in `x` is a factor."""
+        """Format value and ends with a float format; a trailing `x` in the spec marks a factor."""
         factor = "x" if spec.endswith("x") else ""
         each = spec.removesuffix("x")
         return f"{self.value:{each}}{factor} [{self.low:{each}}, {self.high:{each}}]"
 
 
 class Environment(Part, frozen=True):
-    """Where and how numbers were made: enough to repeat them, and to refuse them elsewhere."""
+    """Where and how numbers were measured: enough to reproduce them, and to reject them on another machine."""
 
     date: str  # ISO 8601, UTC
     command: str
@@ -55,24 +55,25 @@ class Environment(Part, frozen=True):
 def capture_environment(
     *, command: str | None = None, device: str = "cpu", driver: str | None = None, threads: int | None = None
 ) -> Environment:
-    """Describe this process. Imports no torch: versions come from the installed packages, the device from the caller.
+    """Describe this process. Does not import torch: versions come from the installed packages, the device from the
+    caller.
 
     Args:
-        command: that was run; None takes this process's own, where absolute paths are only their last names: the folders of one machine mean nothing elsewhere, and
-            whoever took them out of a plan later would break its seal.
-        device: its name.
-        driver: its version.
-        threads: of the CPU.
+        command: the command that was run; None for this process's own, with absolute paths reduced to file names. One
+            machine's folders mean nothing elsewhere, and removing them from a plan later would break its seal.
+        device: "cpu", or the name of the GPU.
+        driver: version of its driver.
+        threads: number of CPU threads; None for the number of cores.
 
     Returns:
-        What belongs beside every number.
+        The environment, to be stored with every measurement.
 
     Example:
         >>> capture_environment(device="cpu").torch
     """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command or shlex.join([*_program(Path(sys.argv[0])), *map(_without_folders, sys.argv[1:])]),
+        command=command or shlex.join([*_program_words(Path(sys.argv[0])), *map(_strip_folders, sys.argv[1:])]),
         loka=installed_version("loka") or "not installed",
         commit=_find_commit(),
         python=platform.python_version(),
@@ -85,30 +86,30 @@ def capture_environment(
     )
 
 
-def _program(path: Path) -> list[str]:
-    """What was called, as it is called again: `python -m package` leaves the path of the package's __main__.py."""
+def _program_words(path: Path) -> list[str]:
+    """Return the words that start this program: `python -m package` leaves the path of its __main__.py in argv."""
     if path.name != "__main__.py":
         return [path.name]
     return ["loka"] if path.parent.name == "loka" else ["python", "-m", path.parent.name]
 
 
-def _without_folders(word: str) -> str:
+def _strip_folders(word: str) -> str:
     option, separator, value = word.rpartition("=")
     return f"{option}{separator}{Path(value).name}" if value.startswith("/") else word
 
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """The version of a distribution, None where it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
         return None
 
 
-@cache  # what a process has imported does not change, and git twice for every plan that is tried took half of a small tune
+@cache  # imported code does not change, and two git calls for every plan tried took half the time of a small tune
 def _find_commit() -> str | None:
-    """Commit of the checkout this package is imported from; "+" marks uncommitted changes to it."""
+    """Return the commit of the checkout this package is imported from; "+" marks uncommitted changes."""
     here = Path(__file__).resolve().parent.parent
     try:
         commit = subprocess.run(

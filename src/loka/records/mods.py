@@ -1,4 +1,4 @@
-"""What mods did to a model: what changed where, what was left and why, and how much of its quality came back after training."""
+"""What mods did to a model: which sites changed, which did not and why, and how much quality training recovered."""
 
 from typing import Literal
 
@@ -12,16 +12,16 @@ MOD_CLASSES: tuple[ModClass, ...] = ("exact", "rounding", "architecture")
 
 
 class ModChange(Part, frozen=True):
-    """One site that a mod rewrote, and what that does to the function the model computes."""
+    """One site that a mod rewrote, and how that changes the function the model computes."""
 
     mod: str
     site: str  # fully qualified name of the module
-    effect: ModClass  # the same function; the same up to rounding; another function, to be (re)trained
+    effect: ModClass  # same function; same up to rounding; another function, which needs (re)training
     what: str
 
 
 class ModLeft(Part, frozen=True):
-    """One site that a mod would have rewritten, and did not."""
+    """One site that a mod applies to but left unchanged."""
 
     mod: str
     site: str
@@ -29,7 +29,7 @@ class ModLeft(Part, frozen=True):
 
 
 class Recovery(Part, frozen=True):
-    """A metric of a trained model before its mods, right after them, and after the fine-tune; None: not measured."""
+    """A metric of a trained model before its mods, right after them, and after fine-tuning (None: not measured)."""
 
     metric: str
     before: float
@@ -40,7 +40,7 @@ class Recovery(Part, frozen=True):
 
     @property
     def recovered(self) -> float | None:
-        """The share of what the mods cost that training won back; above 1 it is better than before, None where they cost nothing."""
+        """The share of the mods' cost that training recovered: above 1 if better than before, None without a cost."""
         cost = self.after_mods - self.before if self.lower_is_better else self.before - self.after_mods
         if self.after_training is None or cost <= 0:
             return None
@@ -49,20 +49,20 @@ class Recovery(Part, frozen=True):
 
 
 class ModSummary(Record, frozen=True, tag="mods"):
-    """What `loka.mods.apply` did."""
+    """The result of `loka.mods.apply`."""
 
     model: str
-    mods: list[str]  # as spelled, options included, in the order they were applied
+    mods: list[str]  # with their options, in the order they were applied
     changed: list[ModChange]
     left: list[ModLeft]
-    removed: list[str]  # entries of the original's state_dict that the modified model has not
-    notes: list[str]  # what a reader must know before trusting it
+    removed: list[str]  # state_dict keys of the original that the modified model does not have
+    notes: list[str]  # caveats
     environment: Environment
     recovery: list[Recovery] = msgspec.field(default_factory=list)
 
     @property
     def effect(self) -> ModClass:
-        """The strongest effect of any change: what the whole rewrite is."""
+        """The strongest effect of any change, i.e. of the whole rewrite."""
         return max((c.effect for c in self.changed), key=MOD_CLASSES.index, default="exact")
 
     def __str__(self) -> str:

@@ -1,15 +1,18 @@
-"""Rows of the performance database: what one way to run one call cost on one machine, and how wrong it was.
+"""Rows of the performance database: time and error of one call on one backend and one machine.
 
-A row is keyed by everything that decides its time:
+A row is keyed by everything that affects its time:
 
-    op, variant      linear | "fprop e4m3:row @ e4m3:row fast, weights dynamic"     a GEMM of a Linear, quantisation included
-                     scaled_mm, quantize, norm_quantize, fused_linear | the kernel's own spelling of the call without its shape
-    m, k, n          M is the bucket's edge it was measured at (`loka.dispatch.database.bucket_of`); 0 where the op has no such dimension
+    op, variant      linear | "fprop e4m3:row @ e4m3:row fast, weights dynamic": a GEMM of a linear, quantization
+                     included; scaled_mm, quantize, norm_quantize, fused_linear | the kernel's spelling of the call
+                     without its shape
+    m, k, n          M is the bucket's edge it was measured at (`loka.dispatch.database.bucket_of`); 0 for an op without
+                     such a dimension
     backend, version "bf16" is the high-precision form of the same call
     device, driver, torch
 
-Everything else is its value. A refused row (the kernel cannot run this, crashed, or is wrong) has no time and says why. `PerformanceRows` is the
-exchange format: rows of one machine and one run share a group, so that a file does not repeat them thousands of times.
+A refused row (the kernel does not support the call, crashed, or is wrong) has a reason instead of a time.
+`PerformanceRows` is the exchange format: rows of one machine and one run share a group, so that a file does not repeat
+their origin.
 """
 
 import msgspec
@@ -19,14 +22,14 @@ from loka.records.record import Part, Record
 
 
 class Errors(Part, frozen=True):
-    """How far the result is from float64 on one distribution of inputs."""
+    """Errors compared with float64 on one distribution of inputs."""
 
     mere: float
     relative_l2: float
 
 
 class PerformanceRow(Part, frozen=True):
-    """One call on one backend, within a group that says where and when."""
+    """One call on one backend. Its `RowGroup` says where and when it was measured."""
 
     op: str
     variant: str
@@ -37,9 +40,9 @@ class PerformanceRow(Part, frozen=True):
     version: str
     microseconds: Interval | None = None
     speedup: Interval | None = None  # over bf16, paired by repeat
-    baseline: Interval | None = None  # microseconds of that bf16
+    baseline: Interval | None = None  # microseconds of that bf16 call
     errors: dict[str, Errors] = msgspec.field(default_factory=dict)  # by distribution of the inputs
-    conformance: float | None = None  # worst error of the gate; green when at most the tolerance
+    conformance: float | None = None  # worst error in the conformance check; passes if at most the tolerance
     tolerance: float | None = None
     refusal: str | None = None
 
@@ -76,7 +79,7 @@ class PerformanceRows(Record, frozen=True, tag="performance"):
 
 
 class Peaks(Part, frozen=True):
-    """Ceilings measured on the same device in the same run; None: the device has no such unit, or it was not measured."""
+    """Peak rates measured on the same device in the same run; None if not supported or not measured."""
 
     copy_bytes_per_second: float  # bytes read plus bytes written
     bf16_flops: float | None = None
@@ -84,14 +87,14 @@ class Peaks(Part, frozen=True):
 
 
 class KernelRow(Part, frozen=True):
-    """How one backend did on one call. What refused or was wrong has no time, and says why."""
+    """The result of one backend on one call. A backend that refused or was wrong has a reason instead of a time."""
 
     op: str
-    call: str  # the call's own spelling: shapes, Specs, output type
+    call: str  # the call spelled out: shapes, Specs, output type
     shape: dict[str, int]
     backend: str  # "bf16" is the high-precision baseline of the same shape
-    refusal: str | None = None  # it cannot run this call, crashed, or its result is wrong; then it was not timed
-    error: float | None = None  # worst error of the conformance check; it is green when error <= tolerance
+    refusal: str | None = None  # it does not support this call, crashed, or its result is wrong; then it was not timed
+    error: float | None = None  # worst error in the conformance check; passes if error <= tolerance
     tolerance: float | None = None
     microseconds: Interval | None = None
     speedup: Interval | None = None  # over the bf16 row of the same call, paired by repeat
@@ -106,7 +109,7 @@ class KernelRow(Part, frozen=True):
 
     @property
     def red(self) -> bool:
-        """Whether it ran and was wrong."""
+        """Whether it ran and failed the conformance check."""
         return self.tolerance is not None and (self.error is None or self.error > self.tolerance)
 
 

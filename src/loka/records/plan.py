@@ -1,7 +1,8 @@
-"""The decision: which GEMM of which site runs on which kernel in which precision, and why.
+"""The plan: which GEMM of which site runs on which kernel in which precision, and why.
 
-A plan file carries a seal, a digest of its meaning. A file that was damaged or edited after it was made does not match it and is refused; deleting
-the `seal` accepts the file as it stands. In memory the seal follows the content, so a plan made from another (`msgspec.structs.replace`) has its own.
+A plan file carries a seal, a digest of its content. A file that was damaged or edited does not match its seal and is
+rejected; deleting the `seal` accepts the file as it is. In memory the seal is recomputed from the content, so a plan
+made from another one (`msgspec.structs.replace`) has its own.
 """
 
 import hashlib
@@ -19,8 +20,12 @@ from loka.records.unit import CollectivePlan, TablePlan, UnitPlan, upgrade_units
 
 
 class Choice(Part, frozen=True):
-    """What one GEMM will run, and why: a `GemmWay` in strings (`loka.dispatch.way_of` reads it) with the evidence it was chosen by. `a` and `b` are canonical Specs; both None means
-    high precision. Other than a `Candidate` it was decided for."""
+    """What one GEMM will run, and why: a `GemmWay` spelled in strings (parsed by `loka.dispatch.way_of`), with its
+    evidence.
+
+    `a` and `b` are canonical Specs; both None means high precision. A `Candidate` was evaluated; a `Choice` was
+    decided.
+    """
 
     gemm: Gemm
     backend: str
@@ -29,14 +34,14 @@ class Choice(Part, frozen=True):
     reason: str
     fast_accum: bool = False
     expected_error: float | None = None
-    expected_speedup: float | None = None  # over bf16, quantisation included
+    expected_speedup: float | None = None  # over bf16, quantization included
     expected_microseconds: float | None = None
-    speed_source: str | None = None  # where the speed was measured; None: it was not
+    speed_source: str | None = None  # where the speed was measured; None: not measured
     refusals: list[str] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if (self.a is None) != (self.b is None):
-            raise ValueError(f"{self.gemm}: both operands are quantised or neither is, got a={self.a!r}, b={self.b!r}")
+            raise ValueError(f"{self.gemm}: both operands are quantized or neither is, got a={self.a!r}, b={self.b!r}")
 
     @property
     def quantized(self) -> bool:
@@ -51,8 +56,8 @@ class SitePlan(Part, frozen=True):
     m: int
     k: int
     n: int
-    flops_share: float  # of this site's GEMMs, forward and backward, in the step's GEMM FLOPs
-    choices: list[Choice]  # one for every GEMM that happens
+    flops_share: float  # this site's share of the step's GEMM FLOPs, forward and backward
+    choices: list[Choice]  # one for every GEMM that runs
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.flops_share <= 1.0 + 1e-9:
@@ -60,43 +65,43 @@ class SitePlan(Part, frozen=True):
 
     @property
     def low_precision_share(self) -> float:
-        """The part of `flops_share` that runs in low precision: a linear's GEMMs cost the same."""
+        """The part of `flops_share` that runs in low precision. A linear's GEMMs have equal FLOPs."""
         return self.flops_share * sum(c.quantized for c in self.choices) / len(self.choices) if self.choices else 0.0
 
 
 class Seal(Part, frozen=True):
-    """Digest of a plan's meaning, as a file carries it."""
+    """Digest of a plan's content, as stored in its file."""
 
     sha256: str
 
 
 class _Computed(Seal, frozen=True):
-    """A seal made from the content in memory: it needs no check, and is made again when the content changes."""
+    """A seal computed from the content in memory. It needs no check and is recomputed when the content changes."""
 
 
 class Plan(Record, frozen=True, kw_only=True, tag="plan"):
-    """What runs where in a model, and why: mods, units and single linears, each with its evidence. It can be read, compared, saved and loaded."""
+    """What runs where in a model, and why: mods, chains, single linears, tables and collectives, with evidence."""
 
     SCHEMA: ClassVar[int] = 2
     schema: int = 2
     model: str
     recipe: str
-    target: str | None  # device the speed-ups are for; None: made for accuracy only
+    target: str | None  # device the speed-ups are for; None: accuracy only
     max_error: float
     max_gradient_error: float
     min_speedup: float | None  # None: accuracy only
     flops_of: FlopsOf  # what the shares are shares of
     sites: list[SitePlan]
     environment: Environment
-    notes: list[str] = msgspec.field(default_factory=list)  # what a reader must know before trusting it
-    weights: str | None = None  # speeds are for weights quantised in every call ("dynamic") or before ("cached")
-    max_metric_change: float | None = None  # budget of the end metric, relative; None: none was set
+    notes: list[str] = msgspec.field(default_factory=list)  # caveats
+    weights: str | None = None  # speeds are for weights quantized in every call ("dynamic") or once ("cached")
+    max_metric_change: float | None = None  # budget for the relative change of the end metric; None: no budget
     expected_metric_change: float | None = None  # sum of the upper ends measured one site at a time
-    mods: list[str] = msgspec.field(default_factory=list)  # applied before anything is placed, as spelled
-    units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains; a linear in none of them is a unit of its own
-    tables: list[TablePlan] = msgspec.field(default_factory=list)  # one not named stays as it is
+    mods: list[str] = msgspec.field(default_factory=list)  # rewrites to apply before conversion, with their options
+    units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains; other linears are decided in `sites`
+    tables: list[TablePlan] = msgspec.field(default_factory=list)  # tables that are not listed stay unchanged
     collectives: list[CollectivePlan] = msgspec.field(default_factory=list)
-    margin: float | None = None  # relative change of the metric that counts as none
+    margin: float | None = None  # relative change of the metric that counts as no change
     seal: Seal | None = None
 
     def __post_init__(self) -> None:
@@ -108,16 +113,15 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
                 "was made; hint: restore the file, or delete its `seal` to accept it as it stands"
             )
         msgspec.structs.force_setattr(self, "seal", _Computed(sha256=digest))
-
         self._check_units()
 
     @classmethod
     def upgrade(cls, document: dict[str, Any]) -> None:
-        """As `Record.upgrade`; the seal stays, and is checked."""
+        """See `Record.upgrade`. The seal is kept and still checked."""
         upgrade_units(document.get("units"))
 
     def _check_units(self) -> None:
-        """Every linear is in at most one unit, and a linear of a chain is not also told to run alone; a table or a collective is decided once."""
+        """Raise ValueError if a linear is in two units, or a table or collective is listed twice."""
         for kind in ("tables", "collectives"):
             names = [part.name for part in getattr(self, kind)]
             if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -130,13 +134,10 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
                 owner[name] = unit.name
 
     def unit_of(self, site: str) -> UnitPlan | None:
-        """The unit a linear belongs to; None for one that is decided alone.
+        """Return the unit that contains a linear, or None.
 
         Args:
             site: the linear's name.
-
-        Returns:
-            The unit, or None.
         """
         return next((unit for unit in self.units if site in unit.linears), None)
 
@@ -152,10 +153,10 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         return sum(s.flops_share if s.site in chained else s.low_precision_share for s in self.sites)
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan to a file, whole or not at all.
+        """Write the plan to a file, atomically.
 
         Args:
-            path: a JSON file; its folder is made where it is missing.
+            path: a JSON file; missing folders are created.
 
         Returns:
             The path.
@@ -168,10 +169,10 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan from a file; refuses one that was changed after it was made, and one of another kind, saying what to do.
+        """Read a plan from a file. Raises RecordError if the file was edited after it was made or is not a plan.
 
         Args:
-            path: what `save` wrote.
+            path: a file written by `save`.
 
         Returns:
             The plan.
@@ -182,11 +183,13 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         return load(path, cls)
 
     def round_gradients_stochastically(self) -> "Plan":
-        """The same plan with both operands of every low-precision gradient product rounded up or down by chance. Rounded to nearest, a weight is off to the same side in every
-        step, which is a bias that training follows; by chance it is noise, which batches have anyway.
+        """Return the plan with stochastic rounding of both operands in every low-precision gradient GEMM.
+
+        With rounding to nearest a weight is off to the same side in every step: a bias that training follows.
+        Stochastic rounding turns it into noise, which batches have anyway.
 
         Returns:
-            A plan of its own, with its own seal. Chains are left as they are.
+            A new plan with its own seal. Chains are unchanged.
 
         Example:
             >>> report.plan(min_speedup=None, chains=False).round_gradients_stochastically()
@@ -207,18 +210,21 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         return prose.describe(self)
 
     def diff(self, other: "Plan") -> str:
-        """What changes from this plan to another, one line per difference; empty when they run the same."""
+        """Describe what changes from this plan to another, one line per difference; empty if both run the same."""
         return prose.diff(self, other)
 
     def explain(self, site: str) -> str:
-        """Why one site runs what it runs."""
+        """Explain why a site runs what it runs."""
         return prose.explain(self, site)
 
 
 def digest_of(plan: Plan) -> str:
-    """sha256 of everything but the seal. Absent, None, False and empty are one, so that a field added later changes no digest."""
+    """Return the SHA-256 of everything but the seal.
+
+    Fields that are None, False or empty are left out, so adding a field with such a default does not change digests.
+    """
     content = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "seal"}
-    content["schema"] = 1  # how a file spells a plan is not what it means: seals of older files hold
+    content["schema"] = 1  # constant, so that seals of older files stay valid
     text = json.dumps(_prune(msgspec.to_builtins(content)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 

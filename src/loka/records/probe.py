@@ -1,4 +1,4 @@
-"""What Probe saw: per site the statistics of its tensors, and per candidate the error and the time."""
+"""Probe's results: statistics of the tensors at every site, and the error and time of every candidate."""
 
 from typing import Literal
 
@@ -37,7 +37,7 @@ class TensorStats(Part, frozen=True):
 
 
 class FormatRange(Part, frozen=True):
-    """The magnitudes a number format holds, so that a report can draw them beside a histogram."""
+    """The range of a number format, drawn next to histograms in reports."""
 
     name: str
     max: float
@@ -46,7 +46,7 @@ class FormatRange(Part, frozen=True):
 
 
 class DistributionError(Part, frozen=True):
-    """The errors of one candidate on operands of one origin, each with a 95 % interval."""
+    """The errors of one candidate on operands from one source, each with a 95 % interval."""
 
     source: Source
     samples: int
@@ -54,16 +54,17 @@ class DistributionError(Part, frozen=True):
     mere: Interval
     relative_l2: Interval
     sqnr_db: Interval | None  # None for an exact result
-    saturated: Interval  # share of the elements of the worse operand
+    saturated: Interval  # share of the elements, of the operand where it is larger
     underflowed: Interval
 
 
 class Candidate(Part, frozen=True):
-    """One way to run one GEMM of a site, and how it did: tried, and not yet chosen (`Choice`).
+    """One way to run one GEMM of a site, and its results. It was evaluated, not yet chosen (`Choice`).
 
-    `harm` is what it is judged by: the error weighed by the gradient (`loka.probe.score`). `errors` has one entry per origin of the operands. `mere` to
-    `underflowed` repeat the worst of those that count (`ProbeReport.judged_on`), which `distribution` names. The recipes "static" and "delayed" (chains: one
-    E4M3 scale per tensor that is given beforehand) have a harm and nothing else; "chain" is what was measured of a linear that runs in a chain.
+    It is judged by `harm`, the error weighted by the gradient (`loka.probe.score`). `errors` has one entry per source
+    of the operands; `mere` to `underflowed` repeat the worst of those that count (`ProbeReport.judged_on`), which
+    `distribution` names. The recipes "static" and "delayed" (for chains: one E4M3 scale per tensor, known before the
+    call) only have a `harm`; "chain" was measured at a linear that already runs in a chain.
     """
 
     gemm: Gemm
@@ -72,40 +73,41 @@ class Candidate(Part, frozen=True):
     a: str  # canonical Spec of the left operand
     b: str
     refusal: str | None = None  # why it cannot run here; then nothing below is measured
-    distribution: str | None = None  # what the operands were drawn from
+    distribution: str | None = None  # source of the operands
     samples: int = 0
     mere: Interval | None = None
     relative_l2: Interval | None = None
     sqnr_db: float | None = None
     saturated: float | None = None
     underflowed: float | None = None
-    microseconds: Interval | None = None  # quantisation included
+    microseconds: Interval | None = None  # quantization included
     speedup: Interval | None = None  # over bf16
     errors: list[DistributionError] = msgspec.field(default_factory=list)
     speed_note: str | None = None  # why there is no speed-up
-    speed_source: str | None = None  # where it was measured, when it was looked up; None: where the probe ran
-    # size of the relative change of the loss, as a share: the usual one, and what it may be; verdicts go by `high`
+    speed_source: str | None = None  # where a looked-up speed was measured; None: where the probe ran
+    # predicted size of the relative change of the loss: `value` is typical, `high` the largest to expect; verdicts use
+    # `high`
     harm: Interval | None = None
-    # fprop: signed first-order mean on the sampled examples; gradients: share of a step's progress that is lost
+    # fprop: signed first-order mean on the sampled examples; gradient GEMMs: lost share of a step's progress
     drift: float | None = None
 
     @property
     def error(self) -> Interval | None:
-        """What it is judged by beside `harm`: MERE in fprop, relative L2 in the gradient GEMMs."""
+        """The error it is judged by besides `harm`: MERE in fprop, relative L2 in the gradient GEMMs."""
         return self.mere if self.gemm == "fprop" else self.relative_l2
 
 
 class Cause(Part, frozen=True):
-    """A reason for an error that was tested: the error without it, everything else as it was."""
+    """A tested cause of an error: the error with and without it, all else unchanged."""
 
     text: str
     error: float  # of the candidate as it is
-    without: float | None  # with the cause removed; None where it cannot be removed
+    without: float | None  # with the cause removed; None if it cannot be removed
     mod: str | None = None  # the rewrite of the model that would help
 
 
 class GemmVerdict(Part, frozen=True):
-    """What Probe concludes for one GEMM of a site, and why."""
+    """Probe's conclusion for one GEMM of a site, and why."""
 
     gemm: Gemm
     safety: Safety
@@ -116,28 +118,26 @@ class GemmVerdict(Part, frozen=True):
 
 
 class Alarm(Part, frozen=True):
-    """A column of a raw input whose mean is large against its spread: rounding at the size of the mean destroys what varies."""
+    """An input column whose mean is large compared with its spread, so that rounding destroys what varies."""
 
     column: int
     mean: float
     spread: float  # standard deviation
-    text: str  # what was seen, and why it matters
+    text: str  # the observation, and why it matters
     help: str  # what would help
 
 
 class Unseen(Part, frozen=True):
-    """A product that Probe cannot look at."""
+    """A product that Probe cannot observe."""
 
     name: str
     type: str
     reason: str
-    flops: (
-        float  # of a training step, estimated from its parameters and the rows it was given; 0 where it was not called
-    )
+    flops: float  # per training step, estimated from its parameters and input rows; 0 if it was not called
 
 
 class Site(Part, frozen=True):
-    """One place in the model where a GEMM happens."""
+    """A module of the model that runs GEMMs."""
 
     name: str  # fully qualified module name
     type: str  # class of the module
@@ -145,66 +145,64 @@ class Site(Part, frozen=True):
     k: int
     n: int
     calls: int
-    flops_share: float  # of the GEMM FLOPs of a training step, forward and backward; of which: see `flops_of`
-    gemms: list[Gemm]  # those that happen: a site whose input needs no gradient has no dgrad
+    flops_share: float  # of the GEMM FLOPs of a training step, forward and backward (`ProbeReport.flops_of`)
+    gemms: list[Gemm]  # those that run: a site whose input needs no gradient has no dgrad
     stats: list[TensorStats]
     candidates: list[Candidate]
     verdicts: list[GemmVerdict]
-    groups: int = 1  # matrices that share the m rows: experts of a grouped GEMM, each row meeting one
+    groups: int = 1  # weight matrices that share the m rows: experts of a grouped GEMM, one per row
     metric_change: Interval | None = None  # relative change of the end metric with this site alone in low precision
     metric_recipe: str | None = None  # the recipe of that measurement
-    covariance: str | None = None  # how the covariance of the rows was kept: in full, or approximated, and how
-    # why it stays as it is whatever its error (a parametrised weight, a mod that protects it); not to be planned
+    covariance: str | None = None  # whether the covariance of the rows was stored in full or approximated, and how
+    # why it must not be converted whatever its error (a parametrized weight, a mod that protects it)
     kept: str | None = None
     unscored: str | None = None  # why its candidates have no harm
-    off: str | None = None  # why Probe stopped looking at it
+    off: str | None = None  # why Probe stopped observing it
     alarms: list["Alarm"] = msgspec.field(default_factory=list)  # hazards at its input, by column
 
 
 class ProbeReport(Record, frozen=True, tag="probe"):
-    """Everything a probe found: the evidence that a plan is made from."""
+    """All results of a probe: the evidence that plans are made from."""
 
     model: str
     steps: int
     sampled_steps: int
     max_mere: float
     max_gradient_error: float
-    flops_of: (
-        FlopsOf  # shares are of every GEMM of the model, or (where those were not counted) of the probed sites only
-    )
-    rows: int  # real rows kept per site, at most; errors are measured on them
+    flops_of: FlopsOf  # shares are of all GEMMs of the model, or (if those were not counted) of the probed sites
+    rows: int  # largest number of real rows kept per site, to measure errors on
     formats: list[FormatRange]  # those the candidates use
     sites: list[Site]
     environment: Environment
-    sensitivity: str | None = None  # what `metric_change` of the sites is a change of, and on which examples
+    sensitivity: str | None = None  # the metric of the sites' `metric_change`, and the examples it was measured on
     combined_change: Interval | None = None  # of the same metric with `combined_sites` in low precision together
     combined_sites: list[str] = msgspec.field(default_factory=list)
     judged_on: list[Source] = msgspec.field(default_factory=list)  # the worst of these counts
-    data: str | None = None  # what the model was trained on while it was watched
-    margin: float = 0.0002  # relative change of the loss the whole model may have
-    units: int = 0  # that share it: errors of independent units add in squares, so each may cost margin / sqrt(units)
-    unseen: list[Unseen] = msgspec.field(default_factory=list)  # products that were not looked at
-    notes: list[str] = msgspec.field(default_factory=list)  # what went wrong while looking
-    # linears that could run in FP8 from one to the next, or do
+    data: str | None = None  # what the model was trained on while it was observed
+    margin: float = 0.0002  # relative change of the loss allowed for the whole model
+    units: int = 0  # sharing the margin: independent errors add in squares, so each may cost margin / sqrt(units)
+    unseen: list[Unseen] = msgspec.field(default_factory=list)  # products that were not observed
+    notes: list[str] = msgspec.field(default_factory=list)  # what went wrong during observation
+    # linears that can keep activations in FP8 from one to the next, or already do
     chains: list[UnitPlan] = msgspec.field(default_factory=list)
-    alone: dict[str, str] = msgspec.field(default_factory=dict)  # linears that are in no chain, and why
-    no_chains: str | None = None  # why none were looked for
+    alone: dict[str, str] = msgspec.field(default_factory=dict)  # linears in no chain, and why
+    no_chains: str | None = None  # why chains were not searched for
 
 
 Feature = Literal["absmax", "std", "tail", "kurtosis", "zeros", "histogram"]
 
 
 class Move(Part, frozen=True):
-    """One operand of a site whose distribution has moved during training."""
+    """An operand of a site whose distribution shifted during training."""
 
     site: str
     role: Role
     feature: Feature  # absmax, std, tail (absmax / std), kurtosis + 3: log2; zeros: a share; histogram: mean |log2 x|
-    since: int  # step from which the comparison window starts
-    step: int  # step at which the window that differs starts
+    since: int  # first step of the window it is compared with
+    step: int  # first step of the window that differs
     before: float
     after: float
-    sigmas: float | None  # change over its standard error; None where windows hold too few looks to know it
+    sigmas: float | None  # change over its standard error; None if the windows hold too few samples
 
 
 class VerdictChange(Part, frozen=True):
@@ -220,9 +218,9 @@ class DriftReport(Record, frozen=True, tag="drift"):
 
     model: str
     steps: int
-    window_steps: int  # length of a window now; windows double when there are many
-    sites: int  # compared
-    too_short: list[str]  # sites without two complete windows: nothing can be said of them yet
+    window_steps: int  # current length of a window; windows are merged in pairs when there are many
+    sites: int  # number of sites compared
+    too_short: list[str]  # sites without two complete windows yet
     moves: list[Move]
-    judged: bool  # whether verdicts were compared; if not, `changes` says nothing
+    judged: bool  # whether verdicts were compared; if not, `changes` is meaningless
     changes: list[VerdictChange]

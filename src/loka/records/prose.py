@@ -1,4 +1,4 @@
-"""Plans as something a person reads: a choice in a few words, what differs between two plans, why a site runs what it runs. No torch."""
+"""Plans as readable text: summaries, the differences between two plans, and why a site runs what it runs."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ _SETTINGS = (
 
 
 def spell(choice: "Choice") -> str:
-    """One GEMM's choice in a few words: `e4m3:row @ e4m3:row on reference`."""
+    """Describe one GEMM's choice: `e4m3:row @ e4m3:row on reference`."""
     if not choice.quantized:
         return "high precision"
     fast = ", fast accumulation" if choice.fast_accum else ""
@@ -21,7 +21,7 @@ def spell(choice: "Choice") -> str:
 
 
 def describe(plan: "Plan") -> str:
-    """What runs how: a line for every site, unit, table and collective, then the share, and the notes."""
+    """Summarize a plan: a line per site, unit, table and collective, then the low-precision share, mods and notes."""
     unit_of = {name: unit.name for unit in plan.units for name in unit.linears}
     lines = [
         f"{site.site}  {f'in the unit {unit_of[site.site]}' if site.site in unit_of else _spell_site(site) or 'no GEMM was seen'}"
@@ -36,7 +36,7 @@ def describe(plan: "Plan") -> str:
 
 
 def diff(before: "Plan", after: "Plan") -> str:
-    """What changed from one plan to another, one line per difference; empty when they run the same."""
+    """Describe what changes from one plan to another, one line per difference; empty if both run the same."""
     lines = [
         f"{name}: {old!r} -> {new!r}"
         for name in _SETTINGS
@@ -66,7 +66,7 @@ def _diff_units(before: "Plan", after: "Plan") -> list[str]:
 
 
 def spell_unit(unit: "UnitPlan") -> str:
-    """A unit in one line: `chain top.0 relu -> top.2, delayed scales, delayed gradients`."""
+    """Describe a unit in one line: `chain top.0 relu -> top.2, delayed scales, delayed gradients`."""
     links = " -> ".join(_spell_link(link) for link in unit.links)
     kernels = "".join(
         f", up to {b.rows} rows: {' '.join(f'{op}={name}' for op, name in b.kernels.items())}" for b in unit.kernels
@@ -76,7 +76,7 @@ def spell_unit(unit: "UnitPlan") -> str:
 
 
 def spell_part(part: "TablePlan | CollectivePlan") -> str:
-    """A table or a collective in one line: `table of 1000 x 64 in int8:row, 0.27 of float32's bytes`."""
+    """Describe a table or collective in one line: `table of 1000 x 64 in int8:row, 0.27 of float32's bytes`."""
     share = f"{part.bytes / max(part.float32_bytes, 1):.2f} of float32's bytes"
     if part.kind == "table":
         return f"table of {part.count} x {part.width} in {part.rows}, {share}"
@@ -105,7 +105,7 @@ def _diff_site(before: "SitePlan", after: "SitePlan") -> list[str]:
 
 
 def explain(plan: "Plan", site: str) -> str:
-    """Why one site runs what it runs."""
+    """Explain why a site, table, collective or unit runs what it runs."""
     planned = next((s for s in plan.sites if s.site == site), None)
     unit = plan.unit_of(site) or next((u for u in plan.units if u.name == site), None)
     if planned is None:
@@ -128,7 +128,7 @@ def explain(plan: "Plan", site: str) -> str:
     lines = [f"{site}: {shape}, {planned.flops_share:.1%} of {of} GEMM FLOPs"]
     if not planned.choices and unit is None:
         lines.append("  no sampled step of the probe called it: it stays in high precision")
-    for choice in planned.choices if unit is None else ():  # in a unit, that is what runs
+    for choice in planned.choices if unit is None else ():  # the unit decides for its linears
         lines.append(f"  {choice.gemm}: {spell(choice)}")
         lines.append(f"    because {choice.reason}")
         lines += _explain_numbers(choice)
@@ -141,7 +141,7 @@ def explain(plan: "Plan", site: str) -> str:
 
 
 def _explain_numbers(choice: "Choice") -> list[str]:
-    """What is expected of a choice, and where the speed comes from."""
+    """Describe a choice's expected error and speed, and where the speed comes from."""
     if not choice.quantized:
         return []
     error = "not measured" if choice.expected_error is None else f"{choice.expected_error:.3g}"
@@ -154,7 +154,7 @@ def _explain_numbers(choice: "Choice") -> list[str]:
 
 
 def _explain_unit(unit: "UnitPlan") -> list[str]:
-    """What a unit runs, why, what was measured about it, and what else was tried."""
+    """Describe what a unit runs, why, its measurements, and the refused alternatives."""
     lines = [
         f"  in the unit {unit.name}: {spell_unit(unit)}",
         f"    because {unit.reason or 'it was asked for, without evidence'}",

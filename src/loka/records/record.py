@@ -1,16 +1,17 @@
-"""What rooms write down: typed values that survive as JSON.
+"""Records: typed values saved as JSON.
 
-Every record kind is a frozen struct with a `kind` tag and a schema version, so that a file says what it is before it is believed:
+Every record kind is a frozen struct with a `kind` tag and a schema version, so that a file identifies itself:
 
     {"kind": "plan", "schema": 2, ...}
 
-A file of an older schema is read where its kind knows how (`upgrade`), and otherwise refused with what to do. Reading is strict. A wrong type, an unknown field, a missing field, a field given twice, another kind, a newer schema, a truncated or
-damaged file: each raises RecordError naming the file and the field. Writing is atomic (temporary file, fsync, rename): a crash leaves the
-old file; and what could not be read back is refused before anything is written. JSON has no NaN or infinity, so numbers must be finite;
-what was not measured is None.
+Reading is strict. A wrong type, an unknown, missing or duplicate field, another kind, a newer schema, a truncated or
+damaged file: each raises RecordError naming the file and the field. A file of an older schema is converted if its kind
+supports it (`upgrade`), otherwise rejected with a hint. Writing is atomic (temporary file, fsync, rename): a crash
+leaves the old file. What could not be read back is rejected before anything is written. JSON has no NaN or infinity, so
+numbers must be finite; None stands for what was not measured.
 
-msgspec does the decoding rather than the standard library: it validates types while it parses and its errors carry the path of the field,
-which a hand-written dataclass walker would have to reinvent.
+Decoding uses msgspec rather than the standard library: it validates types while parsing, and its errors carry the path
+of the field.
 """
 
 import json
@@ -26,15 +27,15 @@ import msgspec
 
 
 class RecordError(ValueError):
-    """A record file that cannot be believed: which file, which field, what was expected."""
+    """An invalid record. The message names the file and the field, and says what was expected."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
-    """A piece of a record: strict and frozen, but not a file of its own."""
+    """A part of a record: strict and frozen, but not a file of its own."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag=str.lower):
-    """A file of its own. A subclass whose fields change meaning bumps `SCHEMA` and the default of `schema`, together."""
+    """A record with a file of its own. If fields change meaning, bump both `SCHEMA` and the default of `schema`."""
 
     SCHEMA: ClassVar[int] = 1
     schema: int = 1
@@ -45,10 +46,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @classmethod
     def upgrade(cls, document: dict[str, Any]) -> None:
-        """Rewrite a document of an older schema in place; a kind that cannot raises ValueError with what to do instead.
+        """Convert a document of an older schema in place. A kind that cannot raises ValueError saying what to do
+        instead.
 
         Args:
-            document: as decoded from JSON, this record alone.
+            document: this record as decoded from JSON.
         """
         raise ValueError("make it again")
 
@@ -57,13 +59,13 @@ R = TypeVar("R", bound=Record)
 
 
 def to_json(record: Record) -> bytes:
-    """One line of JSON that `from_json` reads back.
+    """Encode a record as one line of JSON that `from_json` reads back.
 
     Args:
-        record: any.
+        record: the record.
 
     Returns:
-        UTF-8.
+        UTF-8 encoded JSON.
 
     Raises:
         RecordError: a field of the wrong type, or a number that is not finite.
@@ -78,23 +80,25 @@ def to_json(record: Record) -> bytes:
         data = msgspec.json.encode(record)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"{source}: cannot be written: {error}") from error
-    from_json(data, type(record), source=source)  # msgspec checks types when it reads: do so before a file is replaced
+    from_json(
+        data, type(record), source=source
+    )  # msgspec checks types only on reading: do so before a file is replaced
     return data
 
 
 def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
-    """Read one record of a known kind.
+    """Decode a record of a known kind.
 
     Args:
         data: JSON.
-        kind: its class.
-        source: what errors call it.
+        kind: the record's class.
+        source: name of the data in error messages.
 
     Returns:
         The record.
 
     Raises:
-        RecordError: which source, which field, what was expected.
+        RecordError: the data is invalid; the message names the source and the field.
 
     Example:
         >>> from_json(to_json(plan), Plan) == plan
@@ -106,7 +110,7 @@ def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(f"{source}: not valid JSON ({error}); the file is truncated or damaged") from error
     if isinstance(header, dict) and header.get("kind") == kind.__struct_config__.tag:
-        known: list[type[Record]] = [*_kinds(), kind]
+        known: list[type[Record]] = [*_iter_kinds(), kind]
         _upgrade(header, {each.__struct_config__.tag: each for each in known}, source)
     _check_header(header, kind, source)
     try:
@@ -116,7 +120,7 @@ def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
 
 
 def _refuse_duplicates(data: bytes | str, source: str) -> None:
-    """A field given twice, as a badly merged file has it: msgspec would take the last one without a word."""
+    """Raise RecordError if a field is given twice, e.g. after a bad merge: msgspec would silently use the last one."""
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         if len(dict(pairs)) < len(pairs):
@@ -135,21 +139,21 @@ def _check_header(header: Any, kind: type[Record], source: str) -> None:
         raise RecordError(f"{source}: field `kind` is {header.get('kind')!r}, expected {expected!r}")
     schema = header.get("schema")
     if schema != kind.SCHEMA or isinstance(schema, bool):
-        raise RecordError(f"{_unread(kind, schema, source)}; make it again")
+        raise RecordError(f"{_describe_schema_mismatch(kind, schema, source)}; make it again")
 
 
-def _kinds(kind: type[Record] = Record) -> Iterator[type[Record]]:
+def _iter_kinds(kind: type[Record] = Record) -> Iterator[type[Record]]:
     for each in kind.__subclasses__():
         yield each
-        yield from _kinds(each)
+        yield from _iter_kinds(each)
 
 
-def _unread(kind: type[Record], schema: Any, where: str) -> str:
+def _describe_schema_mismatch(kind: type[Record], schema: Any, where: str) -> str:
     return f"{where}: field `schema` is {schema!r}, this loka reads {kind.SCHEMA}"
 
 
 def _upgrade(value: Any, kinds: dict[Any, type[Record]], where: str) -> None:
-    """Bring a document, and the records inside it, to the schema of this version."""
+    """Convert a document and the records inside it to the current schemas, in place."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             _upgrade(item, kinds, f"{where}[{index}]")
@@ -159,24 +163,24 @@ def _upgrade(value: Any, kinds: dict[Any, type[Record]], where: str) -> None:
     kind = kinds.get(name) if isinstance(name, str) else None
     if kind is not None and type(schema) is int and schema != kind.SCHEMA:
         if schema > kind.SCHEMA:
-            raise RecordError(f"{_unread(kind, schema, where)}; written by a newer loka; upgrade")
+            raise RecordError(f"{_describe_schema_mismatch(kind, schema, where)}; written by a newer loka; upgrade")
         try:
             kind.upgrade(value)
         except ValueError as error:
-            raise RecordError(f"{_unread(kind, schema, where)}; {error}") from error
+            raise RecordError(f"{_describe_schema_mismatch(kind, schema, where)}; {error}") from error
         value["schema"] = kind.SCHEMA
     for key, item in value.items():
         _upgrade(item, kinds, f"{where}.{key}")
 
 
 def _describe(error: msgspec.ValidationError) -> str:
-    """msgspec's message with the path first: "field `$.sites[0].k`: Expected `int`, got `str`"."""
+    """Format msgspec's message with the path first: "field `$.sites[0].k`: Expected `int`, got `str`"."""
     message, _, path = str(error).rpartition(" - at ")
     return f"field {path}: {message}" if message else str(error)
 
 
 def _require_finite(value: Any, path: str) -> None:
-    """msgspec writes NaN as null, which would read back as 'not measured': refuse instead."""
+    """Raise RecordError for numbers that are not finite: msgspec writes NaN as null, which means "not measured"."""
     if isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):
             raise RecordError(f"{path} is {value}; records hold finite numbers, and None for what was not measured")
@@ -195,8 +199,8 @@ def save(record: Record, path: str | Path) -> None:
     """Write a record as indented JSON, atomically.
 
     Args:
-        record: any.
-        path: of the file; its folder is made where it is missing.
+        record: the record.
+        path: the file; missing folders are created.
 
     Example:
         >>> save(conversion, "conversion.json")
@@ -208,14 +212,14 @@ def load(path: str | Path, kind: type[R]) -> R:
     """Read a record file of a known kind.
 
     Args:
-        path: what `save` wrote.
-        kind: its class.
+        path: a file written by `save`.
+        kind: the record's class.
 
     Returns:
         The record.
 
     Raises:
-        RecordError: which file, which field, what was expected.
+        RecordError: the file is invalid; the message names the file and the field.
 
     Example:
         >>> load("probe.json", ProbeReport).model
@@ -225,21 +229,23 @@ def load(path: str | Path, kind: type[R]) -> R:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A path to write to that replaces a file in one step when the block ends; where the block raises, nothing changes.
+    """Replace a file atomically when the block ends. If the block raises, the file is left unchanged.
 
     Args:
-        path: of the file; its folder is made where it is missing.
+        path: the file to replace; missing folders are created.
 
     Returns:
-        A context with the path of a temporary file beside it.
+        A context manager that gives the path of a temporary file in the same folder, to be written in the block.
 
     Example:
         >>> with replacing("model.safetensors") as temporary:
         ...     save_file(tensors, temporary)
     """
-    path = Path(path).resolve()  # through a symbolic link: the link stays
+    path = Path(path).resolve()  # replace the target of a symbolic link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")  # not mkstemp, whose files nobody else may read
+    temporary = path.with_name(
+        f".{path.name}.{secrets.token_hex(6)}"
+    )  # mkstemp files are private to the owner
     try:
         yield temporary
         with temporary.open("rb") as file:
@@ -253,10 +259,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Replace a file's content in one step: readers see the old or the new, never a part.
+    """Replace a file's content atomically: readers see the old or the new content, never a part of it.
 
     Args:
-        path: of the file; its folder is made where it is missing.
+        path: the file; missing folders are created.
         data: the whole content.
 
     Example:

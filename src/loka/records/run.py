@@ -17,7 +17,7 @@ class Point(Part, frozen=True):
 
 
 class Run(Record, frozen=True, tag="run"):
-    """One training run: what it was, how it went, where it ended."""
+    """One training run: its settings, loss curve and final metrics."""
 
     name: str
     model: str
@@ -50,7 +50,7 @@ class Comparison(Record, frozen=True, tag="comparison"):
 
 
 class Progress(Record, frozen=True, tag="progress"):
-    """Which stations of a job are finished, and under which settings: an interrupted job continues after the last."""
+    """The finished stages of a job and its settings, so that an interrupted job can continue."""
 
     job: str
     settings: dict[str, str | int | float | bool | None]

@@ -1,4 +1,4 @@
-"""What serving writes down: a ranker's bundle, a load test, an experiment on live traffic."""
+"""Records of serving: a ranker's bundle, a load test, an experiment on live traffic."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from loka.records.run import Outcome
 
 
 class RankerColumn(Part, frozen=True):
-    """A categorical or sequence column of a ranker; `max_length` marks a sequence, `shares` the column whose table it reads."""
+    """A categorical or sequence column. `max_length` marks a sequence; `shares` names a column whose table it uses."""
 
     name: str
     cardinality: int
@@ -18,9 +18,10 @@ class RankerColumn(Part, frozen=True):
 
 
 class RankerInfo(Record, frozen=True, tag="ranker_bundle"):
-    """A frozen ranker in a folder: how to build it, and what it reads.
+    """A frozen ranker in a folder: how to build it, and its inputs.
 
-    `family` with `size` and `options` names a model of this library; `factory` one that whoever serves it must name as well.
+    `family` with `size` and `options` names a model of this library; `factory` names a function that the server must be
+    given as well.
     """
 
     name: str
@@ -36,7 +37,7 @@ class RankerInfo(Record, frozen=True, tag="ranker_bundle"):
 
 
 class LoadBin(Part, frozen=True):
-    """One stretch of a load test: what was offered and answered in it, and latencies of the answered."""
+    """One time bin of a load test: requests offered and answered, and latencies of the answered."""
 
     second: float
     offered: int
@@ -47,7 +48,7 @@ class LoadBin(Part, frozen=True):
 
 
 class LoadTest(Record, frozen=True, tag="load_test"):
-    """Open-loop traffic against one server. Latency counts from when a request was due, not from when the client got round to it."""
+    """Open-loop traffic against one server. Latency counts from when a request was due, not from when it was sent."""
 
     url: str
     model: str
@@ -60,10 +61,10 @@ class LoadTest(Record, frozen=True, tag="load_test"):
     codes: dict[str, int]  # by HTTP status; "error" for connections that broke
     good: int  # answered with 200 inside the SLA
     late: int  # answered with 200 outside it
-    goodput: float  # good answers a second
-    latency_ms: dict[str, float]  # quantiles of the answered: p50, p90, p99, max
-    shed_ms: dict[str, float]  # the same of 429
-    send_lag_ms: dict[str, float]  # how late the generator itself was
+    goodput: float  # good answers per second
+    latency_ms: dict[str, float]  # quantiles over answered requests: p50, p90, p99, max
+    shed_ms: dict[str, float]  # the same over requests rejected with 429
+    send_lag_ms: dict[str, float]  # how late the load generator sent them
     bins: list[LoadBin]
     notes: list[str]
     environment: Environment
@@ -76,43 +77,43 @@ class LoadTest(Record, frozen=True, tag="load_test"):
 
 
 class OnlineMetric(Part, frozen=True):
-    """One metric, averaged per user; the change is relative to the baseline's mean, its interval may be looked at any time."""
+    """One metric, averaged per user. The change is relative to the baseline; its interval is valid at any time."""
 
     metric: str
     baseline: float
     candidate: float
     users: list[int]
-    change: Interval | None  # None: too few users to say anything
+    change: Interval | None  # None: too few users
     margin: float
     outcome: Outcome
 
 
 class Guardrail(Part, frozen=True):
-    """Something that must not get worse."""
+    """A quantity that must not get worse."""
 
     name: str
     baseline: float
     candidate: float
     limit: str
-    broken: bool  # worse beyond the limit, and beyond doubt
-    doubtful: bool = False  # beyond the limit, and too few answers to be sure of it
+    broken: bool  # significantly worse than the limit
+    doubtful: bool = False  # beyond the limit, but with too few answers to be sure
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The result in words."""
         return "broken" if self.broken else "over it, too few answers to be sure" if self.doubtful else "kept"
 
 
 class OnlineTest(Record, frozen=True, tag="online_test"):
-    """An experiment on live traffic, read from the server's events."""
+    """An experiment on live traffic, evaluated from the server's event log."""
 
     baseline: str
     candidate: str
     salt: str
     split: SplitCheck
     requests: list[int]
-    duplicates: int  # events of a request id that was there already: left out
-    simulated: bool  # some of the traffic said that its users are simulated
+    duplicates: int  # ignored events whose request id was seen before
+    simulated: bool  # whether some of the traffic was marked as simulated users
     metrics: list[OnlineMetric]
     guardrails: list[Guardrail]
     notes: list[str]

@@ -1,4 +1,4 @@
-"""What `loka.tune` found: the units with what was measured about each, the step and the metric of the whole model beside high precision. One record, one configuration."""
+"""The result of `loka.tune`: measurements of every unit, and of the whole model's step and metric against bf16."""
 
 import msgspec
 
@@ -9,19 +9,19 @@ from loka.records.record import Part, Record
 
 
 class TunedUnit(Part, frozen=True):
-    """One unit as tuning saw it.
+    """One unit as seen by tuning.
 
     Args:
-        name: of its first linear, of the table, or of the collective.
-        linears: all of them; none of a table or a collective.
+        name: name of its first linear, of the table, or of the collective.
+        linears: names of its linears; empty for a table or a collective.
         way: what runs: "chain", a recipe, a format of rows, a codec, or "high".
-        flops_share: of the GEMM FLOPs of the looked-at linears.
+        flops_share: its share of the GEMM FLOPs of the observed linears.
+        reason: why it runs this way.
         harm: predicted relative change of the loss.
-        speedup: over compiled 16 bits, cut out of the model.
-        estimated: the same, estimated for a device that is not here; never beside a measured one.
-        metric_change: measured by swapping this unit alone.
-        reason: why this way.
-        alarms: what a person should look at, such as columns with a large offset.
+        speedup: over the compiled 16-bit unit, both cut out of the model.
+        estimated: the same, estimated for an absent device; only if `speedup` is None.
+        metric_change: measured by swapping in this unit alone.
+        alarms: what needs attention, such as input columns with a large offset.
     """
 
     name: str
@@ -41,9 +41,10 @@ class Estimate(Part, frozen=True):
 
     Args:
         target: the device they are for.
-        method: what they come from and how far off it was, in words.
-        rows: rows of a call there over those here.
-        linears: of all linears of the model together, over compiled 16 bits; what is no linear is not counted. None where nothing is converted.
+        method: description of the method and its known error.
+        rows: rows per call on the target divided by rows per call here.
+        linears: speed-up of all linears together over compiled 16-bit ones, other modules not counted; None if nothing
+            is converted.
     """
 
     target: str
@@ -53,48 +54,49 @@ class Estimate(Part, frozen=True):
 
 
 class SizeEstimate(Part, frozen=True):
-    """What FP8 is estimated to bring for a model of one size."""
+    """The estimated gain of FP8 for a model of one size."""
 
-    size: str  # its name
-    rows: int  # of a batch
-    linears: Interval  # speed-up of all linears together, forward and backward, over compiled 16 bits
-    share: float  # of their GEMM FLOPs in units that are estimated to be faster
+    size: str  # name of the size
+    rows: int  # rows of a batch
+    linears: Interval  # speed-up of all linears together, forward and backward, over compiled 16-bit ones
+    share: float  # share of their GEMM FLOPs in units that are estimated to be faster
 
 
 class SizeEstimates(Record, frozen=True, tag="size_estimates"):
-    """Estimates for a device that is not here, at the size that was run and at a larger one; nothing of it was measured."""
+    """Estimates for an absent device, at the size that was run and at a larger one. Nothing of it was measured."""
 
     target: str  # the device
-    method: str  # what they come from and how far off it was, in words
+    method: str  # description of the method and its known error
     here: SizeEstimate  # the model that was run
-    large: SizeEstimate  # one of a size where FP8 is meant for
-    environment: Environment  # where this was computed
+    large: SizeEstimate  # a model of a size that FP8 is meant for
+    environment: Environment  # where the estimates were computed
 
 
 class Tuning(Record, frozen=True, tag="tuning"):
-    """The record of one call.
+    """The result of one call of `loka.tune`.
 
     Args:
         model: the model's class.
         target: "train" or "serve".
-        margin: relative change of the metric that counts as none, as asked.
-        used_margin: what the held-out data could resolve: the margin, or 0.001 where they could not.
-        units: every unit that was looked at.
+        margin: relative change of the metric that counts as no change, as requested.
+        used_margin: the margin, or 0.001 if the held-out data could not resolve it.
+        units: every unit that was considered.
         plan: what was chosen.
+        environment: where it was measured.
         conversion: what runs.
-        step_microseconds: of the whole step, compiled, in a CUDA graph: "bf16" beside "loka"; empty where nothing could be timed.
-        host_microseconds: what the host takes to launch the same steps where they are in no graph.
-        speedup: of the whole step over the faster compiled 16-bit one; None: not measured, and `speed_note` says why.
-        estimate: where speeds were estimated for a device that is not here.
+        step_microseconds: times of the whole compiled step in a CUDA graph, "bf16" and "loka"; empty if not timed.
+        host_microseconds: host time to launch the same steps without a CUDA graph.
+        speedup: speed-up of the whole step over the faster compiled 16-bit one; None if not measured.
+        speed_note: why there is no speed-up.
+        estimate: speeds estimated for an absent device.
         metric: mean of the metric in high precision.
-        metric_change: of the whole plan, paired, on held-out batches.
-        metric_unit: what the interval is over: "examples" or "batches".
-        metric_name: "loss", or what the user's own metric is called.
+        metric_change: change by the whole plan, paired, on held-out batches.
+        metric_unit: what the interval is taken over: "examples" or "batches".
+        metric_name: "loss", or the name of the user's own metric.
         gradients: how gradients were judged.
-        training_change: of the metric after a paired run of training, where the user allowed one.
-        seconds: by phase.
-        notes: what a reader must know.
-        environment: where.
+        training_change: change of the metric after a paired training run, if the user allowed one.
+        seconds: time spent, by phase.
+        notes: caveats.
     """
 
     model: str
@@ -121,7 +123,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
 
     @property
     def verdict(self) -> str:
-        """The headline, in words that claim no more than was measured."""
+        """A one-line summary that claims no more than was measured."""
         parts = [*self.plan.units, *self.plan.tables, *self.plan.collectives]
         if not parts and not any(s.choices for s in self.plan.sites if s.low_precision_share):
             if not self.plan.mods:
@@ -141,10 +143,10 @@ class Tuning(Record, frozen=True, tag="tuning"):
         if self.speedup is not None:
             speed = f"step {self.speedup:.2fx} over compiled 16 bits"
             return f"{speed}; {quality}"
-        return f"{quality}; {speed}{self._say_estimate()}"
+        return f"{quality}; {speed}{self._describe_estimate()}"
 
-    def _say_estimate(self) -> str:
-        """The estimated speed-up in words that call it an estimate; empty where there is none."""
+    def _describe_estimate(self) -> str:
+        """Describe the estimated speed-up, labelled as an estimate; empty if there is none."""
         found = None if self.estimate is None else self.estimate.linears
         if self.estimate is None or found is None:
             return ""

@@ -1,5 +1,8 @@
-"""A unit of a plan: what one decision is about, by names alone. Linears that stand alone are `SitePlan`s; what spans several modules is a `UnitPlan`; an embedding table is a
-`TablePlan`; what ranks send each other is a `CollectivePlan`."""
+"""Units of a plan, i.e. what one decision is about. They refer to modules by name only.
+
+A single linear is a `SitePlan`, a chain of several modules a `UnitPlan`, an embedding table a `TablePlan`, and the
+communication between ranks a `CollectivePlan`.
+"""
 
 from typing import Any, Literal
 
@@ -15,21 +18,22 @@ GradientScales = Literal["tensor", "block", "delayed"]
 
 
 class LinkPlan(Part, frozen=True):
-    """One layer of a chain: a linear, and what follows it before the next one.
+    """One layer of a chain: a linear, and what follows it before the next linear.
 
     Args:
-        linear: the linear's name.
+        linear: name of the linear.
         k, n: its inputs and outputs.
-        norm: what normalises its output; a batch norm in serving alone, where it is folded into the weight.
-        norm_site: the name of that norm.
-        activation: by the kernels' names.
-        passed: modules that do nothing while the chain runs: the norm, the activation, the dropout.
-        callers: modules whose forward calls the activation, or a dropout, as a function.
-        called: whether the activation is such a call, and no module of its own.
-        eps: of the norm.
-        slope: of a leaky ReLU.
-        dropout: the p of the dropout behind it, as it was found; None without one. What is drawn in training is up to the p that its module has then; a function must keep this one.
-        dropout_site: the name of that nn.Dropout, or of the module whose forward calls a dropout as a function.
+        norm: the norm of its output. Batch norm occurs in serving only, where it is folded into the weight.
+        norm_site: name of the norm module.
+        activation: name of the activation, as in the kernels.
+        passed: modules that are no-ops while the chain runs: the norm, the activation, the dropout.
+        callers: modules whose forward calls the activation or a dropout as a function.
+        called: whether the activation is such a function call instead of a module.
+        eps: eps of the norm.
+        slope: negative slope of a leaky ReLU.
+        dropout: p of the dropout after it, when the model was inspected; None without one. In training a dropout
+            module's current p is used; a dropout called as a function must keep this one.
+        dropout_site: name of the nn.Dropout, or of the module whose forward calls a dropout as a function.
     """
 
     linear: str
@@ -47,13 +51,21 @@ class LinkPlan(Part, frozen=True):
     dropout_site: str | None = None
 
     def as_last(self) -> "LinkPlan":
-        """The link where a chain ends: a norm over the whole row stays outside, and what follows it; so does a dropout with nothing in front of it, which a library's GEMM does not draw."""
+        """Return this link as the last of a chain.
+
+        A norm over whole rows and what follows it stay outside the chain, and so does a dropout directly after the
+        linear, which a library GEMM cannot apply.
+        """
         alone = self.dropout is not None and self.norm == "none" and self.activation == "none"
         return LinkPlan(linear=self.linear, k=self.k, n=self.n) if alone or self.norm in ("layer", "rms") else self
 
 
 class Magnitude(Part, frozen=True):
-    """The largest magnitudes that were seen at a linear: of its output before the activation, of that output's gradient, of its input; first scales come from them."""
+    """Largest absolute values (amax) seen at a linear: its output before the activation, that output's gradient, its
+    input.
+
+    The first scales of a chain are computed from them.
+    """
 
     output: float
     gradient: float = 0.0
@@ -61,18 +73,17 @@ class Magnitude(Part, frozen=True):
 
 
 class KernelBucket(Part, frozen=True):
-    """The backends of a chain's kernels for batches of up to so many rows, by op. A chain runs several ops in one scale regime; what a linear's GEMM runs alone is a `Choice`."""
+    """The backends of a chain's kernels, for batches of up to `rows` rows."""
 
     rows: int
     kernels: dict[str, str]  # op -> backend
 
 
 class UnitEvidence(Part, frozen=True):
-    """What was measured about a unit as it would run."""
+    """Measurements of a unit as it would run."""
 
-    speedup: Interval | None = None  # over the compiled 16-bit unit, in company
-    # the same, estimated for a device that was not there; never beside a measured one
-    estimated: Interval | None = None
+    speedup: Interval | None = None  # over the compiled 16-bit unit, both cut out of the model
+    estimated: Interval | None = None  # the same, estimated for an absent device; only if `speedup` is None
     microseconds: Interval | None = None
     harm: Interval | None = None  # predicted relative change of the loss
     metric_change: Interval | None = None  # measured by swapping this unit alone, relative
@@ -83,17 +94,18 @@ class UnitPlan(Part, frozen=True):
     """How one unit of a plan runs: its layers, scales and kernels, with evidence and reason.
 
     Args:
-        name: of the unit: that of its first linear.
-        links: first to last.
+        name: the name of its first linear.
+        links: its layers, first to last.
+        kind: always "chain".
         scales: where the scales between layers come from.
-        gradient: scales of the gradients.
-        bounded_input: the input comes out of a BlockNorm.
-        around: the layer whose interactions are fused around the chain, a Wukong layer; None for none.
-        magnitudes: where the first scales come from, by linear.
-        kernels: what runs, by bucket of rows.
-        evidence: what was measured.
+        gradient: kind of scales of the gradients.
+        bounded_input: whether the input comes from a BlockNorm.
+        around: name of the Wukong layer whose interactions are fused around the chain, if any.
+        magnitudes: source of the first scales, by linear.
+        kernels: backends by bucket of rows.
+        evidence: measurements.
         reason: why it runs like this.
-        refusals: what else was tried, and why not.
+        refusals: alternatives that were tried, and why they were refused.
     """
 
     name: str
@@ -120,18 +132,19 @@ class UnitPlan(Part, frozen=True):
 
     @property
     def linears(self) -> list[str]:
-        """Names of its linears, first to last."""
+        """The names of its linears, first to last."""
         return [link.linear for link in self.links]
 
 
 def upgrade_units(units: Any) -> None:
-    """Units of schema 1 as those of schema 2, in place: a link had `functions`, activations that were plain functions, where it now has `callers`.
+    """Convert units of schema 1 to schema 2, in place: a link's `functions` (activations called as functions) became
+    `callers`.
 
     Args:
         units: as decoded from JSON.
 
     Raises:
-        ValueError: a link has such functions; which forward calls them was not written down.
+        ValueError: a link has `functions`: schema 1 does not say which modules call them.
     """
     listed = [unit.get("links") for unit in (units if isinstance(units, list) else []) if isinstance(unit, dict)]
     links = [link for part in listed if isinstance(part, list) for link in part if isinstance(link, dict)]
@@ -146,18 +159,18 @@ def upgrade_units(units: Any) -> None:
 
 
 class TablePlan(Part, frozen=True):
-    """How the rows of one embedding table are kept.
+    """How the rows of one embedding table are stored.
 
     Args:
-        name: of the module.
+        name: name of the module.
         rows: format of the rows, e.g. `int8:row`.
-        count: how many.
-        width: of each.
-        bytes: of rows and scales in that format.
-        float32_bytes: what float32 rows take.
-        evidence: what was measured: the relative L2 error of its rows, the change of the metric with this table alone, the time of a lookup.
+        count: number of rows.
+        width: elements per row.
+        bytes: size of rows and scales in that format.
+        float32_bytes: size in float32.
+        evidence: relative L2 error of its rows, metric change with this table alone, time of a lookup.
         reason: why this format.
-        refusals: what else was tried, and why not.
+        refusals: alternatives that were tried, and why they were refused.
     """
 
     name: str
@@ -173,17 +186,17 @@ class TablePlan(Part, frozen=True):
 
 
 class CollectivePlan(Part, frozen=True):
-    """What ranks send each other of the dense matrices.
+    """How ranks exchange the dense matrices.
 
     Args:
-        name: `weights`, which FSDP2 gathers, or `gradients`, which are added up.
-        codec: as `loka.comms.parse_codec` reads it; `fp32` is as they are.
-        elements: of all matrices, once.
-        bytes: of those in this codec.
-        float32_bytes: in float32.
-        evidence: what was measured: the relative L2 error, for weights the change of the metric, the time to write and read them.
+        name: `weights`, which FSDP2 gathers, or `gradients`, which are reduced.
+        codec: a codec for `loka.comms.parse_codec`; `fp32` sends them unchanged.
+        elements: elements of all matrices, each counted once.
+        bytes: their size in this codec.
+        float32_bytes: their size in float32.
+        evidence: relative L2 error, metric change (weights only), time to encode and decode.
         reason: why this codec.
-        refusals: what else was tried, and why not.
+        refusals: alternatives that were tried, and why they were refused.
     """
 
     name: Literal["weights", "gradients"]
