@@ -1,4 +1,4 @@
-"""fused_linear: FP8 GEMM + bias + BlockNorm + activation + FP8 output in one kernel, and the gradient back to the GEMMs."""
+"""fused_linear: FP8 GEMM + bias + BlockNorm + activation + FP8 output in one kernel, and its gradient."""
 
 from typing import Any, cast
 
@@ -47,32 +47,35 @@ def fused_linear(
     launch: Launch | None = None,
     backend: str = "auto",
 ) -> FusedResult:
-    """y = activation(z), z = norm(a @ b^T + bias), with a [M, K], b [N, K].
+    """Return y = activation(z), z = norm(a @ b^T + bias), for quantized a [M, K] and b [N, K].
 
     Args:
-        a: the quantised input.
-        b: the quantised weight.
-        out: how y is written: an FP8 Spec or a dtype of 16 or 32 bits.
+        a: the quantized input.
+        b: the quantized weight.
+        out: the format of y: an FP8 Spec, or a 16- or 32-bit dtype.
         out_scale: the scale of a static or delayed `out`. Values beyond it saturate.
         bias: [N], added before the norm.
         norm_block: 256, or 0 for no norm.
         activation: one of ACTIVATIONS.
-        keep: also what backward needs of z. Without a norm and with an E4M3 output this is FP8 too, or y itself (`call.kept_form`).
-        transpose: also y^T [N, M], the operand of the next wgrad.
-        amax: one float32 number >= 0, raised in place to the largest finite |z|. |y| <= |z| for every activation here but tanh and sigmoid (bounded by 1), so one
-            scale made from it serves y and z: the next step's delayed scale, or a calibrated one. NaN and Inf leave no trace in it, and stay visible in y.
-        slope: of leaky_relu below zero.
-        dropout: a draw for the elements of y, behind the activation: y * kept / (1 - p). A given scale is that of values before 1 / (1 - p), which goes into the scale of y; `amax` and what
-            is kept for backward know nothing of it.
-        launch: how the kernel is launched (`choose_launch` has the candidates); None for the best by the model. One that cannot run the call is refused.
-        backend: by name, or "auto".
+        keep: also return what backward needs of z (`call.kept_form`).
+        transpose: also return y^T [N, M], the operand of the next wgrad.
+        amax: a float32 scalar >= 0, raised in place to the largest finite |z|; NaN and Inf are ignored. |y| <= |z| for
+            every activation here except tanh and sigmoid (bounded by 1), so one scale derived from it, the next step's
+            delayed scale or a calibrated one, serves both y and z.
+        slope: leaky_relu's slope below zero.
+        dropout: drops elements of y after the activation: y * kept / (1 - p). `out_scale` is for the values before the
+            factor 1 / (1 - p), which goes into the scale of y. `amax` and what backward keeps are not affected.
+        launch: the launch configuration, one of `choose_launch`; None for the first of these. Raises ValueError if it
+            cannot run the call.
+        backend: a backend of the registry, or "auto".
 
     Returns:
-        y and, where asked, its transpose and what backward needs.
+        y and, if requested, its transpose and what backward needs.
 
     Example:
         >>> history = torch.zeros(())
-        >>> layer = fused_linear(x, w, out=Spec.parse("e4m3:tensor:static"), out_scale=scale, bias=bias, norm_block=0, activation="relu", amax=history)
+        >>> spec = Spec.parse("e4m3:tensor:static")
+        >>> layer = fused_linear(x, w, out=spec, out_scale=scale, norm_block=0, activation="relu", amax=history)
     """
     m, k = a.shape
     call = FusedCall(m, k, b.shape[0], a.spec, b.spec, out, norm_block, activation, bias is not None, keep, transpose, amax is not None, slope, draws(dropout, a.device))  # fmt: skip
@@ -95,9 +98,23 @@ def fused_linear_gradient(
     dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> GradientResult:
-    """From dy [M, N] and what forward kept to the GEMM output's gradient, quantised for dgrad and, transposed, for wgrad.
+    """Return the gradient of the GEMM's output, quantized for dgrad and, transposed, for wgrad.
 
-    `kept.z` may be None where there is neither a norm nor an activation. `dropout`: the draw of forward.
+    Args:
+        dy: the gradient of y, [M, N].
+        kept: the result of `fused_linear(..., keep=True)`. `kept.z` may be None without a norm and an activation.
+        spec: the format of the gradient [M, N].
+        spec_t: the format of its transpose [N, M].
+        scale: the scale of static or delayed specs.
+        norm_block, activation, slope, dropout: as in forward.
+        bias: also return the gradient of the bias.
+        backend: a backend of the registry, or "auto".
+
+    Returns:
+        The gradient both ways, its amax, and the bias gradient if requested.
+
+    Example:
+        >>> back = fused_linear_gradient(dy, kept, spec=spec, spec_t=spec, scale=scale, norm_block=0, activation="relu")
     """
     if kept.z is None and (norm_block or activation != "none"):
         raise ValueError("this result has nothing for backward; hint: fused_linear(..., keep=True)")
@@ -122,27 +139,27 @@ def fused_linear_dgrad(
     launch: Launch | None = None,
     backend: str = "auto",
 ) -> DgradResult:
-    """One step of backward through a chain without norms: (g @ w) * activation'(z), FP8 in and FP8 out.
+    """Run backward from a layer of a chain without norms to the previous one: (g @ w) * activation'(z), FP8 in and out.
 
     Args:
-        g: [M, K], the gradient of a layer's GEMM output, one scale for the tensor.
+        g: [M, K], the gradient of a layer's GEMM output, with one scale for the tensor.
         w_t: [N, K], the transpose of that layer's weight, as dgrad takes it.
-        z: [M, N], what the layer before kept (`FusedResult.z`): z or y in FP8, z in bf16, or None for no activation.
-        spec: how the result is written, both ways: one static or delayed scale for the tensor.
+        z: [M, N], what the previous layer kept (`FusedResult.z`): z or y in FP8, z in bf16, None without an activation.
+        spec: the format of the result, both ways: one static or delayed scale for the tensor.
         scale: that scale. Values beyond it saturate.
-        activation: of the layer before.
-        amax: one float32 number >= 0, raised in place to the largest finite magnitude of the result: the next step's scale comes from it.
-        bias: also the gradient of the bias of the layer before: float32 column sums of the result before it is quantised.
-        slope: of leaky_relu below zero.
-        dropout: the draw of the layer before.
-        launch: how the kernel is launched; None for the best by the model.
-        backend: by name, or "auto".
+        activation, slope, dropout: those of the previous layer.
+        amax: a float32 scalar >= 0, raised in place to the largest finite magnitude of the result, for the next scale.
+        bias: also return the bias gradient of the previous layer: float32 column sums of the unquantized result.
+        launch: the launch configuration; None for the first of `choose_launch`.
+        backend: a backend of the registry, or "auto".
 
     Returns:
-        The gradient of the layer before's GEMM output, [M, N] for its dgrad and [N, M] for its wgrad; the bias gradient.
+        The gradient of the previous layer's GEMM output, [M, N] for its dgrad and [N, M] for its wgrad; the bias
+        gradient.
 
     Example:
-        >>> step = fused_linear_dgrad(g, w_t, kept.z, spec=Spec.parse("e4m3:tensor:delayed"), scale=scale, activation="relu", amax=history, bias=True)
+        >>> spec = Spec.parse("e4m3:tensor:delayed")
+        >>> back = fused_linear_dgrad(g, w_t, kept.z, spec=spec, scale=scale, activation="relu", amax=amax, bias=True)
     """
     (m, k), n = g.shape, w_t.shape[0]
     if z is not None and z.shape != (m, n):

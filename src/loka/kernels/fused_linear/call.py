@@ -12,7 +12,8 @@ from loka.kernels.activation import check_activation
 
 NORM_BLOCK = 256
 NORM_EPS = 1e-6
-# After BlockNorm the mean square of a block is 1, so no value exceeds sqrt(256) = 16: a static scale of 1/16 (largest value 28) cannot saturate.
+# After BlockNorm the mean square of a block is 1, so no value exceeds sqrt(256) = 16, and a static scale of 1/16
+# (largest value 28) cannot saturate.
 NORMALIZED = Spec.parse("e4m3:tensor:static")
 NORMALIZED_SCALE = 1 / 16
 
@@ -22,14 +23,14 @@ _FROM_OUTPUT = ("relu", "leaky_relu", "tanh", "sigmoid")
 
 
 def kept_form(norm_block: int, activation: str, out: Spec | torch.dtype) -> Kept:
-    """What backward needs of z, and how forward keeps it.
+    """Return in which form forward keeps z for backward.
 
-    nothing      no norm, no activation: the gradient passes as it is
-    normalized   behind a norm: E4M3 with the static scale (|z| <= 16)
-    y            no norm, E4M3 output with a given scale, and the derivative follows from y: relu and leaky_relu from its sign,
-                 tanh and sigmoid from its value. The output itself; nothing is written a second time
-    scaled       no norm, the same output, any other activation: z in E4M3 with the output's scale, which is made from the largest |z|
-    bf16         no norm, any other output
+    nothing      no norm, no activation: the gradient passes through
+    normalized   after a norm: z in E4M3 with the static scale (|z| <= 16)
+    y            no norm, E4M3 output with a given scale, derivative known from the sign of y (relu, leaky_relu) or its
+                 value (tanh, sigmoid): the output itself, nothing more is written
+    scaled       no norm, the same output, any other activation: z in E4M3 with the output's scale, which comes from |z|
+    bf16         no norm, any other output: z in bf16
     """
     if norm_block:
         return "normalized"
@@ -41,19 +42,18 @@ def kept_form(norm_block: int, activation: str, out: Spec | torch.dtype) -> Kept
 
 
 def derived_from_output(norm_block: int, activation: str, z: QTensor | Tensor | None) -> bool:
-    """Whether what was kept is y, and the derivative a function of it that differs from the one of z (a sign serves both)."""
+    """Return True if y was kept and the derivative is computed from its value (tanh, sigmoid), not from a sign."""
     return norm_block == 0 and activation in ("tanh", "sigmoid") and isinstance(z, QTensor)
 
 
 def dropped_in_output(norm_block: int, activation: str, z: QTensor | Tensor | None) -> bool:
-    """Whether what was kept is y, zero where dropout dropped it, and a zero has no slope: backward need not draw again."""
+    """Return True if backward need not redraw dropout: relu's y was kept, and its dropped zeros have slope 0."""
     return norm_block == 0 and activation == "relu" and isinstance(z, QTensor)
 
 
 @dataclass(frozen=True)
 class FusedCall:
-    """y = activation(norm(a @ b^T + bias)), written as `out`. `keep`: also what backward needs; `transpose`: also y^T, for the next wgrad;
-    `amax`: also the largest |z|, raised in a buffer; `slope`: of leaky_relu below zero; `dropout`: some elements of y are dropped, the others scaled up."""
+    """One call of `fused_linear`, which documents the fields: y = activation(norm(a @ b^T + bias)) as `out`."""
 
     m: int
     k: int
@@ -61,7 +61,7 @@ class FusedCall:
     a: Spec
     b: Spec
     out: Spec | torch.dtype
-    norm_block: int = NORM_BLOCK  # 0: no normalisation
+    norm_block: int = NORM_BLOCK  # 0: no norm
     activation: str = "hard_swish"
     bias: bool = False
     keep: bool = False
@@ -87,7 +87,7 @@ class FusedCall:
 
 @dataclass(frozen=True)
 class FusedResult:
-    """What a fused layer leaves behind."""
+    """The results of `fused_linear`."""
 
     y: QTensor | Tensor
     y_t: QTensor | None = None  # [N, M]
@@ -97,7 +97,7 @@ class FusedResult:
 
 @dataclass(frozen=True)
 class GradientCall:
-    """From dy to the gradient of the GEMM's output, quantised both ways: g [M, N] for dgrad, g^T [N, M] for wgrad."""
+    """One call of `fused_linear_gradient`: g [M, N] as `spec` for dgrad, g^T [N, M] as `spec_t` for wgrad."""
 
     m: int
     n: int
@@ -122,7 +122,7 @@ class GradientCall:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """The quantised gradient, its transpose, the bias gradient where asked, and the largest magnitude (for the next delayed scale)."""
+    """The quantized gradient, its transpose, its amax for the next delayed scale, the bias gradient if requested."""
 
     g: QTensor
     g_t: QTensor
@@ -132,9 +132,9 @@ class GradientResult:
 
 @dataclass(frozen=True)
 class DgradCall:
-    """From the gradient g [M, K] of one layer's GEMM output to that of the layer before: (g @ w) * activation'(z), w_t [N, K], z [M, N].
+    """One call of `fused_linear_dgrad`: (g [M, K] @ w_t [N, K]^T) * activation'(z [M, N]), written as `spec` both ways.
 
-    Written as `spec` both ways, [M, N] and [N, M], with one given scale. `z`: how forward kept it ("nothing" for no activation).
+    `z`: the form in which forward kept z ("nothing" without an activation).
     """
 
     m: int
@@ -159,7 +159,7 @@ class DgradCall:
 
     @property
     def z_bytes(self) -> int:
-        """Bytes an element of z."""
+        """Bytes per element of z."""
         return {"nothing": 0, "bf16": 2}.get(self.z, 1)
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ class DgradCall:
 
 @dataclass(frozen=True)
 class DgradResult:
-    """The quantised gradient of the layer before, its transpose, and the bias gradient where asked (float32)."""
+    """The quantized gradient of the previous layer, its transpose, and the bias gradient (float32) if requested."""
 
     g: QTensor
     g_t: QTensor
@@ -180,12 +180,12 @@ class DgradResult:
 
 
 def spell_activation(activation: str, slope: float) -> str:
-    """The name, with the slope where it is not the default."""
+    """Return the activation's name, with leaky_relu's slope if it is not the default."""
     return f"{activation}({slope:g})" if activation == "leaky_relu" and slope != SLOPE else activation
 
 
 def check_options(norm_block: int, activation: str, slope: float = SLOPE) -> None:
-    """Options every backend shares."""
+    """Raise ValueError for invalid options."""
     if norm_block not in (0, NORM_BLOCK):
         raise ValueError(
             f"the norm block is {NORM_BLOCK} (or 0 for none), got {norm_block}; it is part of the model's definition"
@@ -198,7 +198,7 @@ def check_options(norm_block: int, activation: str, slope: float = SLOPE) -> Non
 
 
 def check_amax(amax: Tensor | None, device: torch.device) -> None:
-    """A buffer that an epilogue can raise."""
+    """Raise ValueError unless amax is a buffer that an epilogue can raise."""
     if amax is not None and (amax.dtype != torch.float32 or amax.numel() != 1 or amax.device != device):
         raise ValueError(
             f"amax is one float32 number on {device} that is raised in place, got {tuple(amax.shape)} of {amax.dtype} on {amax.device}"

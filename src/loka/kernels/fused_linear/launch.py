@@ -1,21 +1,23 @@
-"""How a fused GEMM is launched: the tile, its warps and pipeline, and how the work is spread over the multiprocessors.
+"""Launch configurations of a fused GEMM: tile, warps, pipeline, and how tiles are spread over the multiprocessors.
 
-`choose_launch` ranks the launches that fit by a model of the time they take, in microseconds:
+`choose_launch` ranks the launches that fit by a model of their time, in microseconds:
 
     time  = start + sum over waves of (steps * max(multiply, load) + epilogue)
 
     multiply   bm * bn * bk products at the rate of one multiprocessor's tensor cores
-    load       (bm + bn) * bk bytes at the rate one multiprocessor reads the L2 cache: higher with more bytes in flight (stages, programs that share it), lower where
-               rows of the operands (K bytes) start within a sector of 32 bytes
-    epilogue   bm * bn elements; more where a transpose or z is written too
+    load       (bm + bn) * bk bytes at the rate at which one multiprocessor reads L2: higher with more bytes in flight
+               (stages, programs that share it), lower if rows of the operands (K bytes) start within a 32-byte sector
+    epilogue   bm * bn elements; more if a transpose or z is written too
 
-What decides in practice is the last wave: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which leaves most of them idle, while 336 tiles of
-64 x 256 take three waves of half the length. Or the tiles that are left over when all multiprocessors have had their share are cut along K (`split`), so that all of them work
-on these too: partial sums in float32, and a second kernel that adds them and finishes the layer. That costs its own start and the sums' way through memory. Few rows
-(serving) are the same case: all tiles are left over. Not where a transpose is written: Triton 3.6 was seen to write wrong bytes for it from the second kernel's layout.
+In practice the last wave decides: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which
+leaves most of them idle, while 336 tiles of 64 x 256 take three waves of half the length. Alternatively the tiles of
+the last, partial wave are split along K (`split`), so that all multiprocessors work on them: float32 partial sums, and
+a second kernel that adds them and runs the epilogue. That costs another launch and a round trip of the sums through
+memory. With few rows (serving) all tiles are in the partial wave. A transpose rules splitting out: Triton 3.6 was seen
+to write wrong bytes for it from the second kernel's layout.
 
-It is a function of numbers, not a search: the choice must be the same on all ranks, in every process and under graph capture. A caller that has measured passes its own
-`Launch` instead; the ranking is then the list of what is worth measuring.
+The ranking is a function of sizes, not a search: it must be the same on all ranks, in every process and under graph
+capture. A caller that has measured passes its own `Launch`; the ranking then lists what is worth measuring.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -33,22 +35,34 @@ _KEPT_BYTES = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 1, "bf16": 2}
 _RESERVED = 2048  # bytes of shared memory for barriers and reductions
 _SPLITS = (2, 3, 4, 6, 8, 16)
 
-# Fitted to an H200 (benchmarks/fused_linear_sweep.py), in microseconds on one multiprocessor; the model is within 10 % of what was measured.
-_MULTIPLY = 1 / 6.1e6  # a product and sum of FP8 numbers
-_RATE, _RATE_IN_FLIGHT = 60e3, 0.24  # bytes from the L2 cache: with little in flight, and more for each byte in flight
-_RATE_ASTRIDE = 62e3  # where rows do not start at whole sectors
-_WAVE, _ELEMENT = 0.5, 0.72 / 32768  # of the epilogue: each, and an element of the tile
-_ALSO = 1.2 / 32768  # an element that is written once more
-_START = 3.3
-_FINISH = 2.1  # the second kernel's start, and each part that it adds
-_PART = 0.57
-_PARTIAL = 1 / 2.8e6  # a byte of partial sums written and read, by the whole chip
+# Fitted to an H200 (benchmarks/fused_linear_sweep.py), in microseconds on one multiprocessor; within 10 % of the
+# measured times.
+_MULTIPLY = 1 / 6.1e6  # per FP8 multiply-add
+_RATE, _RATE_IN_FLIGHT = 60e3, 0.24  # L2 bytes per microsecond with little in flight, and the gain per byte in flight
+_RATE_ASTRIDE = 62e3  # the same if rows start within sectors
+_WAVE, _ELEMENT = 0.5, 0.72 / 32768  # epilogue: per wave, and per element of the tile
+_ALSO = 1.2 / 32768  # per element of an additional output
+_START = 3.3  # launch of the kernel
+_FINISH = 2.1  # launch of the second kernel
+_PART = 0.57  # per part that the second kernel adds
+_PARTIAL = 1 / 2.8e6  # per byte of partial sums written and read, by the whole GPU
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One way to launch: a tile of bm x bn, bk at a time; warps and loads in flight (stages) of a program; `group` rows of tiles walked together, which share
-    what is in L2; programs per multiprocessor (`resident`); `split`: parts that K is cut into."""
+    """A launch configuration.
+
+    Args:
+        bm, bn, bk: the tile, and its step along K.
+        warps: warps per program.
+        stages: loads in flight per program.
+        group: rows of tiles that are walked together, so that they share operands in L2.
+        resident: programs per multiprocessor.
+        split: the number of parts that K is split into, for the tiles of the last, partial wave.
+
+    Example:
+        >>> Launch(128, 256, warps=8, stages=3)
+    """
 
     bm: int
     bn: int
@@ -73,7 +87,7 @@ class Launch:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """As an op takes it; `Launch(*numbers)` is the way back."""
+        """The fields as a list, as an op takes them. `Launch(*numbers)` restores it."""
         return [getattr(self, part.name) for part in fields(self)]
 
     def __str__(self) -> str:
@@ -86,7 +100,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Properties:
-    """What a launch depends on of a device."""
+    """The device properties that a launch depends on: multiprocessors, and bytes of shared memory per block.
+
+    Example:
+        >>> Properties(132, 232448)  # an H200
+    """
 
     processors: int
     shared_memory: int
@@ -94,35 +112,44 @@ class Properties:
 
 @lru_cache
 def properties_of(device: torch.device) -> Properties:
-    """Of a GPU; on the CPU (Triton's interpreter) a Hopper with few multiprocessors, so that persistent loops go round."""
+    """Return the properties of a GPU; on the CPU (interpreter) a Hopper with 3 multiprocessors, so that loops iterate.
+
+    Args:
+        device: a CUDA device or the CPU.
+
+    Returns:
+        The properties, cached.
+
+    Example:
+        >>> properties_of(torch.device("cuda"))
+    """
     if device.type != "cuda":
         return Properties(3, 227 * 1024)
     found = torch.cuda.get_device_properties(device)
-    shared = getattr(
-        found, "shared_memory_per_block_optin", found.shared_memory_per_block
-    )  # absent from torch's type stubs
+    # getattr: absent from torch's type stubs
+    shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     return Properties(found.multi_processor_count, int(shared))
 
 
-class Work(NamedTuple):  # made in every call: a tenth of a frozen dataclass's time
-    """A fused GEMM as its launch sees it: sizes, and bytes an element of what is written and read beside the operands."""
+class Work(NamedTuple):  # made in every call, in a tenth of a frozen dataclass's time
+    """What the launch of a fused GEMM depends on."""
 
     m: int
     k: int
     n: int
-    out: int  # bytes an element
-    kept: int = 0
+    out: int  # bytes per element of the output
+    kept: int = 0  # bytes per element of z, written (forward) or read (backward)
     transpose: bool = False
     norm: bool = False
     grouped: bool = False  # output scales per 1x128
-    doubled: bool = False  # scales per 128 along K need a second accumulator
-    whole: bool = False  # a step of backward: cannot be finished by a second kernel, and reads z
-    astride: bool = False  # rows of the operands start within sectors of 32 bytes
-    sums: bool = False  # of a step of backward: adds up its columns, for a bias
+    doubled: bool = False  # scales per 128 along K, which need a second accumulator
+    whole: bool = False  # `fused_linear_dgrad`, which cannot be split and reads z
+    astride: bool = False  # rows of the operands start within 32-byte sectors
+    sums: bool = False  # `fused_linear_dgrad` with column sums for a bias
 
 
 def work_of(call: FusedCall | DgradCall) -> Work:
-    """A call without its types, its operands stored without gaps."""
+    """Return the work of a call whose operands are stored densely."""
     if isinstance(call, DgradCall):
         return Work(call.m, call.k, call.n, 1, call.z_bytes, True, whole=True, astride=call.k % 32 != 0, sums=call.bias)
     form = kept_form(call.norm_block, call.activation, call.out) if call.keep else "nothing"
@@ -135,14 +162,14 @@ def work_of(call: FusedCall | DgradCall) -> Work:
 
 
 def choose_launch(call: FusedCall | DgradCall, properties: Properties) -> tuple[Launch, ...]:
-    """The launches that fit a call, best first.
+    """Return the launches that fit a call, fastest first by the model.
 
     Args:
-        call: the layer, or the step of backward.
-        properties: of the device (`properties_of`).
+        call: a call of `fused_linear` or `fused_linear_dgrad`.
+        properties: the device's (`properties_of`).
 
     Returns:
-        Candidates in the order of their predicted time.
+        The candidates, ordered by predicted time.
 
     Example:
         >>> choose_launch(FusedCall(3072, 1280, 1792, spec, spec, NORMALIZED), Properties(132, 232448))[0]
@@ -153,15 +180,15 @@ def choose_launch(call: FusedCall | DgradCall, properties: Properties) -> tuple[
 
 @lru_cache(maxsize=4096)
 def rank(work: Work, properties: Properties) -> tuple[Launch, ...]:
-    """`choose_launch` for a call without its types."""
-    fit = [launch for launch in _tiles(work, properties) if not problems(launch, work, properties)]
+    """Like `choose_launch`, from the work of a call."""
+    fit = [launch for launch in _candidates(work, properties) if not problems(launch, work, properties)]
     return tuple(sorted(fit, key=lambda launch: predicted_time(launch, work, properties)))
 
 
-def _tiles(work: Work, properties: Properties) -> list[Launch]:
-    """Tiles worth trying, whole and split, each with as many stages as fit, up to what helps."""
+def _candidates(work: Work, properties: Properties) -> list[Launch]:
+    """Return launches worth trying, whole and split, each with as many stages as fit, up to what helps."""
     launches = []
-    for bm, bn, warps, resident in _shapes(work):
+    for bm, bn, warps, resident in _tile_shapes(work):
         rest = -(-work.m // bm) * -(-work.n // bn) % (properties.processors * resident)
         few = rest * 2 <= 2 * properties.processors and resident == 1
         splits = [
@@ -177,8 +204,12 @@ def _tiles(work: Work, properties: Properties) -> list[Launch]:
     return launches
 
 
-def _shapes(work: Work) -> list[tuple[int, int, int, int]]:
-    """(bm, bn, warps, resident). A second accumulator halves the tile; an epilogue that writes a transpose wants registers, and rows that lie in few warps."""
+def _tile_shapes(work: Work) -> list[tuple[int, int, int, int]]:
+    """Return (bm, bn, warps, resident) to try.
+
+    A second accumulator halves the tile. An epilogue that writes a transpose needs registers, and rows spread over few
+    warps.
+    """
     if work.doubled:
         return [(64, 256, 8, 1), (128, 128, 8, 1), (64, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 1)]
     common = [(128, 256, 8, 1), (64, 256, 4, 1), (64, 128, 4, 1), (64, 128, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2)]
@@ -186,14 +217,20 @@ def _shapes(work: Work) -> list[tuple[int, int, int, int]]:
 
 
 def stored_width(launch: Launch, grouped: bool) -> int:
-    """Columns of a tile that are stored at once: wide tiles go in halves, unless columns have scales of their own or lie in different warps."""
+    """Return the columns of a tile that are stored at once.
+
+    A wide tile is stored in halves, unless columns have scales of their own or are spread over several warps.
+    """
     return 128 if launch.bn == 256 and not grouped and launch.warps * 16 <= launch.bm else launch.bn
 
 
 def waiting_bytes(launch: Launch, work: Work) -> int:
-    """Bytes of shared memory where a tile waits to be stored: one buffer each for the output, its transpose, a z of another type, and sums of a part of K."""
+    """Return the bytes of shared memory that stage a tile for its stores.
+
+    One buffer each for the output, its transpose, z if its size differs from the output's, and split-K partial sums.
+    """
     if work.whole:
-        # Columns are added up where the tiles waited, which takes more than those of a step that reads no z: a bound on what Triton 3.6 compiles.
+        # Column sums reuse these buffers but need more if no z is read: an upper bound on what Triton 3.6 compiles.
         added = (3 if launch.bm <= 64 else 2) if work.sums else 0
         return launch.bm * launch.bn * max(work.out + work.kept, added)
     kept = work.kept if work.kept != work.out else 0
@@ -202,7 +239,7 @@ def waiting_bytes(launch: Launch, work: Work) -> int:
 
 
 def problems(launch: Launch, work: Work, properties: Properties) -> list[str]:
-    """Why a launch cannot run a call; nothing where it can."""
+    """Return the reasons why a launch cannot run the work, empty if it can."""
     found = []
     if work.norm and launch.bn != NORM_BLOCK and (launch.bn < work.n or launch.bn > NORM_BLOCK):
         found.append(f"a tile holds whole norm blocks: bn is {NORM_BLOCK}, or at least n={work.n}, not {launch.bn}")
@@ -226,20 +263,19 @@ def _split_problems(launch: Launch, work: Work, properties: Properties) -> list[
         found.append(f"the second kernel writes no transpose: split=1, not {launch.split}")
     if launch.split > -(-work.k // launch.bk):
         found.append(f"k={work.k} has no {launch.split} parts of {launch.bk}")
-    if _count(launch, work) % (properties.processors * launch.resident) == 0:
+    if _tile_count(launch, work) % (properties.processors * launch.resident) == 0:
         found.append(f"no tile is left over to split: split=1, not {launch.split}")
     return found
 
 
-def _count(launch: Launch, work: Work) -> int:
-    """Tiles of the result."""
+def _tile_count(launch: Launch, work: Work) -> int:
     return -(-work.m // launch.bm) * -(-work.n // launch.bn)
 
 
 def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
-    """Microseconds by the model above."""
+    """Return the microseconds that the model above predicts."""
     slots = properties.processors * launch.resident
-    steps, tiles = -(-work.k // launch.bk), _count(launch, work)
+    steps, tiles = -(-work.k // launch.bk), _tile_count(launch, work)
     waves, rest = divmod(tiles, slots)
     area = launch.bm * launch.bn
     also = work.transpose + (1.5 if work.whole else work.kept > 0) + (work.out > 1)
@@ -247,7 +283,7 @@ def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
 
     def wave(programs: int, steps: int, epilogue: float) -> float:
         sharing = min(launch.resident, -(-programs // properties.processors))
-        return steps * _step(launch, work, sharing) + sharing * epilogue + _WAVE
+        return steps * _step_time(launch, work, sharing) + sharing * epilogue + _WAVE
 
     time = _START + waves * wave(slots, steps, epilogue)
     if launch.split == 1:
@@ -258,8 +294,8 @@ def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
     return time + _FINISH + launch.split * (_PART + 4 * area * rest * _PARTIAL)
 
 
-def _step(launch: Launch, work: Work, sharing: int) -> float:
-    """One step along K of the programs that share a multiprocessor."""
+def _step_time(launch: Launch, work: Work, sharing: int) -> float:
+    """Return the time of one step along K for all programs that share a multiprocessor."""
     multiply = launch.bm * launch.bn * launch.bk * _MULTIPLY * (2 if work.doubled else 1)
     loaded = (launch.bm + launch.bn) * launch.bk
     rate = _RATE_ASTRIDE if work.astride else _RATE + _RATE_IN_FLIGHT * sharing * launch.stages * loaded

@@ -1,15 +1,14 @@
-"""The law of the fused layer, in plain torch, forward and backward.
+"""The fused layer in plain torch, forward and backward: defines the correct result.
 
     p    = a @ b^T + bias                                  float32
     rstd = 1 / sqrt(mean(p^2 over the block) + 1e-6)       blocks of 256 columns; a ragged tail over its own width
     z    = p * rstd                                        (z = p without a norm)
-    y    = activation(z) * kept / (1 - p)                  dropout, where there is one (`loka.kernels.dropout`); kept / (1 - p) = 1 otherwise
+    y    = activation(z) * kept / (1 - rate)               `loka.kernels.dropout`; no factor without dropout
 
-    dz   = dy * kept / (1 - p) * activation'(z)                             (dy = g' @ w' of the layer behind, where a chain goes on: `dgrad`)
+    dz   = dy * kept / (1 - rate) * activation'(z)         (dy = g' @ w' of the next layer inside a chain: `dgrad`)
     g    = rstd * (dz - z * mean(dz * z over the block))   (g = dz without a norm)
 
-Backward sees z as it was kept (`call.kept_form`): rounded to E4M3 with the static scale where there is a norm (values are bounded by 16), or with the output's
-scale where there is none and the output is E4M3; as y itself where the derivative follows from it; to bf16 where the output has 16 bits.
+Backward sees z in the form in which it was kept (`call.kept_form`).
 """
 
 import torch
@@ -39,12 +38,12 @@ from loka.kernels.fused_linear.launch import Launch
 
 
 def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
-    """Everything: this is emulation."""
+    """Support every call: this is emulation."""
     return YES
 
 
 def _block_mean(x: Tensor, block: int) -> Tensor:
-    """Mean over each block of columns, repeated to x's width; the tail over its own width."""
+    """Return the mean over each block of columns, repeated to x's width; the tail over its own width."""
     parts = torch.split(x, block, dim=1)
     return torch.cat([part.mean(1, keepdim=True).expand(-1, part.shape[1]) for part in parts], 1)
 
@@ -60,7 +59,7 @@ def run(
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> FusedResult:
-    """Forward. A static or delayed output takes its scale in `out_scale`; `amax` is raised to the largest finite |z|. A launch is the kernels' affair."""
+    """See `loka.kernels.fused_linear`. `launch` is ignored."""
     check_amax(amax, a.device)
     p = a.dequantize() @ b.dequantize().T
     if bias is not None:
@@ -79,24 +78,24 @@ def run(
     if dropout is not None and out_scale is None:
         y = y * factor
     if not isinstance(out, Spec):
-        # a cast that does nothing costs a compiled node its gradients in torch 2.11
+        # torch 2.11 loses the gradient of a compiled autograd.Function whose result is a no-op `.to`
         made = y if y.dtype == out else y.to(out)
-        return FusedResult(made, z=_kept(form, z, None, None), rstd=rstd)
+        return FusedResult(made, z=_keep(form, z, None, None), rstd=rstd)
     q = quantize(y, out, scale=out_scale)
     q_t = quantize(y.T.contiguous(), out, scale=out_scale) if call.transpose else None
-    kept = _kept(form, z, q, out_scale)
+    kept = _keep(form, z, q, out_scale)
     if dropout is not None and out_scale is not None:
         q, q_t = rescaled(q, factor), None if q_t is None else rescaled(q_t, factor)
     return FusedResult(q, q_t, kept, rstd)
 
 
 def rescaled(q: QTensor, factor: float) -> QTensor:
-    """The same codes for numbers that are larger by a factor."""
+    """Return q multiplied by a factor: the same codes, a larger scale."""
     return QTensor(q.data, q.scale * factor, q.spec)
 
 
-def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
-    """What backward needs of z."""
+def _keep(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
+    """Return z in the form that backward needs."""
     if form == "normalized":
         return quantize(z, NORMALIZED, scale=torch.tensor(NORMALIZED_SCALE, device=z.device))
     if form == "scaled":
@@ -116,8 +115,8 @@ def gradient(
     scale: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> GradientResult:
-    """Backward up to the GEMMs: the gradient of p, quantised both ways; its amax for the next delayed scale."""
-    g = _undropped(dy.float(), dropout) * _slope_of(z, call.norm_block, call.activation, call.slope)
+    """See `loka.kernels.fused_linear.fused_linear_gradient`."""
+    g = _dropout_gradient(dy.float(), dropout) * _slope_of(z, call.norm_block, call.activation, call.slope)
     if call.norm_block:
         assert isinstance(z, QTensor)
         assert rstd is not None
@@ -143,25 +142,26 @@ def dgrad(
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> DgradResult:
-    """(g @ w) * activation'(z), quantised both ways with one scale; `amax` is raised to its largest finite magnitude."""
+    """See `loka.kernels.fused_linear.fused_linear_dgrad`. `launch` is ignored."""
     check_amax(amax, g.device)
-    before = _undropped(g.dequantize() @ w_t.dequantize().T, dropout) * _slope_of(z, 0, call.activation, call.slope)
+    dy = g.dequantize() @ w_t.dequantize().T
+    previous = _dropout_gradient(dy, dropout) * _slope_of(z, 0, call.activation, call.slope)
     if amax is not None:
-        amax.copy_(torch.maximum(amax, block_amax(before, TENSOR).reshape(amax.shape)))
+        amax.copy_(torch.maximum(amax, block_amax(previous, TENSOR).reshape(amax.shape)))
     return DgradResult(
-        quantize(before, call.spec, scale=scale),
-        quantize(before.T.contiguous(), call.spec, scale=scale),
-        before.sum(0) if call.bias else None,
+        quantize(previous, call.spec, scale=scale),
+        quantize(previous.T.contiguous(), call.spec, scale=scale),
+        previous.sum(0) if call.bias else None,
     )
 
 
-def _undropped(dy: Tensor, dropout: Dropout | None) -> Tensor:
-    """The gradient in front of a dropout."""
+def _dropout_gradient(dy: Tensor, dropout: Dropout | None) -> Tensor:
+    """Return the gradient of dropout's input."""
     return dy if dropout is None else dropped(dy, dropout) * factor_of(dropout.p)
 
 
 def _slope_of(z: QTensor | Tensor | None, norm_block: int, activation: str, slope: float) -> Tensor | float:
-    """The activation's derivative from what forward kept."""
+    """Return the activation's derivative from what forward kept."""
     if z is None:
         return 1.0
     held = z.dequantize() if isinstance(z, QTensor) else z.float()

@@ -1,4 +1,4 @@
-"""The fused layer on Hopper and newer: one kernel forward, one kernel from dy to the quantised gradient."""
+"""The fused layer in Triton, on Hopper and newer: one kernel forward, one kernel from dy to the quantized gradient."""
 
 import torch
 from torch import Tensor
@@ -31,12 +31,15 @@ from loka.kernels.strides import one_number, unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 _GROUP = Block(1, 128)
-# The kernels' numbers: how forward writes z, and how backward reads it.
+# The kernels' codes for how forward writes z.
 _KEEPS: dict[Kept, int] = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 2, "bf16": 3}
 
 
 def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
-    """Forward: FP8 operands, output 16-bit, FP8 static per tensor, or FP8 1x128. Backward: one given scale, or 1x128 both ways."""
+    """Support FP8 operands; outputs in 16 or 32 bits, FP8 with a given tensor scale, or FP8 with 1x128 scales.
+
+    `fused_linear_gradient` also takes a dynamic tensor scale, `fused_linear_dgrad` only a given one.
+    """
     if isinstance(call, GradientCall):
         return _supports_gradient(call, device)
     if isinstance(call, DgradCall):
@@ -64,7 +67,7 @@ def _supports_output(spec: Spec) -> Verdict:
 def _supports_gradient(call: GradientCall, device: torch.device) -> Verdict:
     for spec in (call.spec, call.spec_t):
         possible = _supports_output(spec)
-        if not possible and (spec.block, spec.mode) != (TENSOR, "dynamic"):  # that one takes a pass of its own
+        if not possible and (spec.block, spec.mode) != (TENSOR, "dynamic"):  # which takes a separate pass
             return possible
     if (call.spec.block, call.spec.mode) != (call.spec_t.block, call.spec_t.mode):
         return no(f"g and its transpose are scaled alike in one pass, not {call.spec} and {call.spec_t}")
@@ -84,19 +87,22 @@ def _supports_dgrad(call: DgradCall, device: torch.device) -> Verdict:
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:
-    """Rows at multiples of 128 bytes (of 32 where they are short): with K an odd multiple of 16 they otherwise start within sectors of 32 bytes, which a
-    multiprocessor reads at two thirds of the rate."""
-    return with_layout(weight, "fused_linear", a, _lay)
+    """Align rows to multiples of 128 bytes, or of 32 if they are short.
+
+    With K an odd multiple of 16, rows otherwise start within 32-byte sectors, which a multiprocessor reads at two
+    thirds of the rate.
+    """
+    return with_layout(weight, "fused_linear", a, _lay_out)
 
 
-def _lay(weight: QTensor, a: Spec) -> Laid:
+def _lay_out(weight: QTensor, a: Spec) -> Laid:
     rows, columns = weight.data.shape
     step = 128 if columns >= 1024 else 32
     if weight.data.stride(1) == 1 and weight.data.stride(0) % 32 == 0:
         return weight.data, weight.scale
-    held = torch.zeros(rows, -(-columns // step) * step, dtype=torch.uint8, device=weight.device)
-    held[:, :columns] = weight.data.view(torch.uint8)
-    return held.view(weight.data.dtype), weight.scale
+    padded = torch.zeros(rows, -(-columns // step) * step, dtype=torch.uint8, device=weight.device)
+    padded[:, :columns] = weight.data.view(torch.uint8)
+    return padded.view(weight.data.dtype), weight.scale
 
 
 def run(
@@ -110,18 +116,18 @@ def run(
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> FusedResult:
-    """Forward, in one kernel."""
+    """See `loka.kernels.fused_linear`. One kernel, two if the launch splits K."""
     check_amax(amax, a.device)
     if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
         from loka.kernels.fused_linear import reference
 
-        # nothing to compute: the law defines what an empty result looks like
+        # nothing to compute: the reference defines the empty result
         return reference.run(a, b, call, out_scale=out_scale, bias=bias, amax=amax, dropout=dropout)
     from loka.kernels.fused_linear import triton_ops
 
     out, norm_block, activation, transpose = call.out, call.norm_block, call.activation, call.transpose
     spec = out if isinstance(out, Spec) else None
-    given = None if spec is None else _given(out_scale, spec)
+    given = None if spec is None else _given_scale(out_scale, spec)
     mode = 0 if spec is None else (2 if spec.block == _GROUP else 1)
     form = kept_form(norm_block, activation, out) if call.keep else "nothing"
     y, y_scale, y_t, yt_scale, z, rstd = invoke(
@@ -132,17 +138,17 @@ def run(
         None if launch is None else launch.numbers, *taken_apart(dropout),
     )  # fmt: skip
     if spec is None:
-        kept = _kept(form, z, None, None)
+        kept = _wrap_kept(form, z, None, None)
         return FusedResult(y, z=kept, rstd=rstd if call.keep and norm_block else None)
     scale = given if given is not None and dropout is None else y_scale
     q = QTensor(y, scale, spec)
-    kept = _kept(form, z, q, given)
+    kept = _wrap_kept(form, z, q, given)
     q_t = QTensor(y_t, yt_scale if given is None else scale, spec) if transpose else None
     return FusedResult(q, q_t, kept, rstd if call.keep and norm_block else None)
 
 
-def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
-    """What the kernel wrote of z, or its output, as backward reads it."""
+def _wrap_kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
+    """Return what the kernel kept of z, or its output y, as backward reads it."""
     if form == "normalized":
         return QTensor(z, torch.full((), NORMALIZED_SCALE, device=z.device), NORMALIZED)
     if form == "scaled":
@@ -151,18 +157,20 @@ def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTe
         return QTensor(z, scale, y.spec)
     if form == "y":
         assert y is not None
-        return y if scale is None or scale is y.scale else QTensor(y.data, scale, y.spec)  # without dropout's factor
+        return (
+            y if scale is None or scale is y.scale else QTensor(y.data, scale, y.spec)
+        )  # the scale without dropout's factor
     return z if form == "bf16" else None
 
 
-def _draw_back(dropout: Dropout | None, norm_block: int, activation: str, z: QTensor | Tensor | None) -> tuple[Tensor | None, float, int, int]:  # fmt: skip
-    """The draw of forward, and how the kernels know it: drawn again (1), or from what forward kept (2)."""
+def _backward_dropout(dropout: Dropout | None, norm_block: int, activation: str, z: QTensor | Tensor | None) -> tuple[Tensor | None, float, int, int]:  # fmt: skip
+    """Return forward's dropout as op arguments, and how kernels get the mask: redrawn (1), or from zeros in y (2)."""
     drop = 0 if dropout is None else 2 if dropped_in_output(norm_block, activation, z) else 1
     return *taken_apart(dropout), drop
 
 
-def _given(scale: Tensor | None, spec: Spec) -> Tensor | None:
-    """A scale that does not come from the data, for the specs that need one."""
+def _given_scale(scale: Tensor | None, spec: Spec) -> Tensor | None:
+    """Return the given scale as a scalar, None for a dynamic spec; raise ValueError if it is missing or unexpected."""
     if (scale is None) != (spec.mode == "dynamic"):
         raise ValueError(f"{spec} {'needs a scale' if scale is None else 'makes its own scale'}")
     return None if scale is None else one_number(scale)
@@ -177,7 +185,7 @@ def gradient(
     scale: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> GradientResult:
-    """Backward up to the GEMMs: one kernel, and one before it where a dynamic scale of the whole tensor is asked for."""
+    """See `loka.kernels.fused_linear.fused_linear_gradient`. One kernel, two for a dynamic tensor scale."""
     if dy.numel() == 0:
         from loka.kernels.fused_linear import reference
 
@@ -185,12 +193,12 @@ def gradient(
     from loka.kernels.fused_linear import triton_ops
 
     spec, spec_t, norm_block, activation = call.spec, call.spec_t, call.norm_block, call.activation
-    given = _given(scale, spec)
+    given = _given_scale(scale, spec)
     g, g_scale, g_t, gt_scale, sums, amax = invoke(
         triton_ops.fused_linear_gradient,
         unit_rows(dy), *read_kept(z, norm_block), rstd, given, norm_block > 0, ACTIVATIONS.index(activation),
         kept_number(z, norm_block, activation), call.slope, call.bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
-        spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"), *_draw_back(dropout, norm_block, activation, z),
+        spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"), *_backward_dropout(dropout, norm_block, activation, z),
     )  # fmt: skip
     whole = g_scale if given is None else given
     return GradientResult(
@@ -202,14 +210,14 @@ def gradient(
 
 
 def read_kept(z: QTensor | Tensor | None, norm_block: int) -> tuple[Tensor | None, Tensor | None]:
-    """Data and scale of what forward kept; behind a norm the scale is a constant of the kernel."""
+    """Return data and scale of what forward kept; after a norm the scale is a constant of the kernel."""
     if not isinstance(z, QTensor):
         return z, None
     return z.data, None if norm_block else z.scale
 
 
 def kept_number(z: QTensor | Tensor | None, norm_block: int, activation: str) -> int:
-    """The kernels' number for how z is read."""
+    """Return the kernels' code for how backward reads z (`_Z_*` in `triton_gradient_kernels`)."""
     if z is None:
         return 4
     if not isinstance(z, QTensor):
@@ -230,7 +238,7 @@ def dgrad(
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> DgradResult:
-    """A step of backward, in one kernel."""
+    """See `loka.kernels.fused_linear.fused_linear_dgrad`. One kernel."""
     check_amax(amax, g.device)
     if g.shape[0] == 0 or w_t.shape[0] == 0 or g.shape[1] == 0:
         from loka.kernels.fused_linear import reference
@@ -244,6 +252,6 @@ def dgrad(
         triton_ops.fused_linear_dgrad,
         scaled_mm_triton.padded(g), scaled_mm_triton.padded(w_t), g.scale, w_t.scale, *read_kept(z, 0), given, amax,
         ACTIVATIONS.index(activation), kept_number(z, 0, activation), call.slope, spec.format.dtype, call.bias, None if launch is None else launch.numbers,
-        *_draw_back(dropout, 0, activation, z),
+        *_backward_dropout(dropout, 0, activation, z),
     )  # fmt: skip
     return DgradResult(QTensor(q, given, spec), QTensor(q_t, given, spec), sums if call.bias else None)

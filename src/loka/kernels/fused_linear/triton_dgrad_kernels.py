@@ -1,10 +1,10 @@
-"""One step of backward through a chain, FP8 in and out: from a layer's gradient to that of the layer before.
+"""Backward from one layer of a chain to the previous one, FP8 in and out.
 
-    g_before [M, N] = (g [M, K] @ w_t [N, K]^T) * activation'(z [M, N])            (* kept / (1 - p), where dropout stood behind the activation)
+    g_previous [M, N] = (g [M, K] @ w_t [N, K]^T) * activation'(z [M, N])       (* kept / (1 - p) with dropout)
 
-The product is that of dgrad; its epilogue reads what forward kept, multiplies by the activation's derivative and writes the result quantised both ways, with one
-scale from earlier steps, so that no gradient of 16 bits reaches memory between the layers. It also collects the largest |g_before| for the next scale, and
-column sums for the bias.
+The GEMM is dgrad's. Its epilogue reads what forward kept, multiplies by the activation's derivative and writes the
+result quantized both ways with one scale from earlier steps, so that no 16-bit gradient reaches memory between the
+layers. It also collects the amax of g_previous for the next scale, and column sums for the bias.
 """
 
 import torch
@@ -38,10 +38,13 @@ _DROP_DRAWN = tl.constexpr(DROP_DRAWN)
 
 @triton.jit
 def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
-    """Sums of the columns, in row 0 of a tile: a product with ones. The rows of a tile lie in different threads, and to add them there takes three shuffles an
-    element. The tensor cores take bf16, which rounds each addend to 8 bits, and add in float32."""
+    """Return the column sums in row 0 of a tile, computed as a product with ones on the tensor cores.
+
+    Rows of a tile are in different threads, so adding them there takes three shuffles per element. The tensor cores
+    read bf16, which rounds each addend to 8 bits, and add in float32.
+    """
     first = tl.arange(0, 64) == 0
-    if PREROUND:  # the interpreter multiplies bf16 by its bit patterns
+    if PREROUND:  # the interpreter would multiply the bit patterns of bf16 values
         return tl.where(first[:, None], tl.sum(x, 0)[None, :], 0.0)
     else:
         ones = tl.broadcast_to(tl.where(first, 1.0, 0.0)[:, None], (64, BM)).to(tl.bfloat16)
@@ -52,7 +55,7 @@ def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
 def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
                 BM: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
                 E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """The step behind its sums, for half a tile: a whole one needs more registers and shared memory than there are beside the pipeline."""
+    """Run the epilogue for half a tile: a whole one needs more registers and shared memory than the pipeline leaves."""
     row, column = first_row + tl.arange(0, BM), first_column + tl.arange(0, BN)
     if DROP == _DROP_DRAWN:
         acc *= drawn(tl.load(seed_ptr), row, column, stream, threshold, scale)
@@ -77,7 +80,7 @@ def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inver
 
 @triton.jit
 def _prefetch(z_ptr, stride, first_row, first_column, M, N, BM: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr):
-    """Ask for a tile of z to be brought to the L2 cache, a line of 128 bytes at a time, while the products are made. `stride` is in bytes."""
+    """Prefetch a tile of z into L2, by 128-byte lines, while the GEMM runs. `stride` is in bytes."""
     LINES: tl.constexpr = BN * BYTES // 128 if BN * BYTES >= 128 else 1
     line = tl.arange(0, BM * LINES)
     row = tl.minimum(first_row + line // LINES, M - 1).to(tl.int64)
@@ -115,7 +118,7 @@ def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_sca
 
 
 def _tma_rows(x: Tensor) -> Tensor:
-    """x itself, or a copy, where its rows do not start at multiples of 16 bytes."""
+    """Return x, or a copy if its rows do not start at multiples of 16 bytes."""
     if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
     return aligned(*x.shape, x.dtype, x.device).copy_(x)
@@ -140,7 +143,7 @@ def dgrad(
     drop: int = 0,
     launch: list[int] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Launch the step. Rows of g and w_t start at multiples of 16 bytes (TMA)."""
+    """Launch the kernel. Rows of g and w_t start at multiples of 16 bytes (TMA)."""
     (m, k), n, device = g.shape, w_t.shape[0], g.device
     g, w_t = tma_ready(g), tma_ready(w_t)
     z_bytes = 0 if z is None else z.element_size()

@@ -1,7 +1,7 @@
-"""From dy to the gradient of the GEMM's output, quantised both ways: the step of backward that starts from a 16-bit gradient.
+"""From a 16-bit dy to the gradient of the GEMM's output, quantized both ways.
 
-One kernel reads dy and what forward kept once and writes g for dgrad and g^T for wgrad. (FP8 tensor cores want both operands contiguous along the contracted
-axis, so the transpose is written and not read.) A dynamic scale of the whole tensor takes a pass before it.
+One kernel reads dy and what forward kept once, and writes g for dgrad and g^T for wgrad: FP8 tensor cores require both
+operands to be contiguous along the contracted axis. A dynamic scale of the whole tensor takes another pass before it.
 """
 
 import torch
@@ -37,13 +37,13 @@ _LAUNCH = {"num_warps": 4}
 _LAUNCH_GROUPED = {"num_warps": 16}
 _ROWS = 32
 
-# How backward reads z: in 16 bits (0), in E4M3 with the norm's scale or one of its own, as y in E4M3, not at all.
+# How backward reads z: 16-bit (0), E4M3 with the norm's scale, E4M3 with its own scale, y in E4M3, not at all.
 _Z_NORMALIZED = tl.constexpr(1)
 _Z_SCALED = tl.constexpr(2)
 _Z_OUTPUT = tl.constexpr(3)
 _Z_NONE = tl.constexpr(4)
 
-# How backward knows what dropout kept (0: there is none): it draws again, or what was kept of z is zero where forward dropped.
+# How backward gets dropout's mask (0: no dropout): it draws again, or the kept y is zero where forward dropped.
 DROP_DRAWN, DROP_IN_OUTPUT = 1, 2
 _DROP_DRAWN = tl.constexpr(1)
 _DROP_IN_OUTPUT = tl.constexpr(2)
@@ -51,7 +51,7 @@ _DROP_IN_OUTPUT = tl.constexpr(2)
 
 @triton.jit
 def slope_of(z, z_scale, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):
-    """The activation's derivative from what was kept, as it was read."""
+    """Return the activation's derivative from what forward kept, as loaded."""
     if Z >= _Z_SCALED:
         z *= z_scale
     if Z == _Z_OUTPUT:
@@ -64,7 +64,7 @@ def slope_of(z, z_scale, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.co
 def _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row, column, M, N, stride_dy, stride_z, tile_n, num_n,
                    BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, DROP: tl.constexpr,
                    PREROUND: tl.constexpr):  # fmt: skip
-    """Gradient of the pre-activation for some rows of a tile."""
+    """Return the gradient of the GEMM's output for some rows of a tile."""
     inside = (row < M)[:, None] & (column < N)[None, :]
     g = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
     if DROP == _DROP_DRAWN:
@@ -90,7 +90,7 @@ def _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, up
 def _store_rows(g, scale_ptr, g_ptr, gs_ptr, row, column, M, N, stride_g, gs_stride, tile_n,
                 ROWS: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
                 PREROUND: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
-    """Quantise and store some rows of a tile."""
+    """Quantize and store some rows of a tile."""
     if GROUPS == 0:
         q = to_fp8(g, inverse(tl.load(scale_ptr)), 0, E5M2, False, PREROUND, CLEAN)
     else:
@@ -137,12 +137,8 @@ def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt
     Q: tl.constexpr = BM // 4
     word = tile_m * Q + tl.arange(0, Q)
     column = tile_n * BN + tl.arange(0, BN)
-    row0, row1, row2, row3 = (
-        4 * word,
-        4 * word + 1,
-        4 * word + 2,
-        4 * word + 3,
-    )  # packed into words for the transpose, as in quantize
+    # Packed into words for the transpose, as in `quantize`.
+    row0, row1, row2, row3 = 4 * word, 4 * word + 1, 4 * word + 2, 4 * word + 3
     g0 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row0, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
     g1 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row1, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
     g2 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row2, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
@@ -151,9 +147,7 @@ def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt
         tl.atomic_add(bias_ptr + column, tl.sum(g0 + g1 + g2 + g3, 0), column < N, sem="relaxed")
     per_column = largest_magnitude(larger(larger(tl.abs(g0), tl.abs(g1)), larger(tl.abs(g2), tl.abs(g3))), 0, PREROUND)
     total = largest_magnitude(per_column, 0, PREROUND)
-    FAST: tl.constexpr = not (
-        PREROUND or E5M2 or T_E5M2
-    )  # as in quantize: special values are repaired by a rare branch
+    FAST: tl.constexpr = not (PREROUND or E5M2 or T_E5M2)  # as in `quantize`: a rare branch handles special values
     if not (total < float("inf")) or PREROUND:
         low = tl.maximum(finite_magnitude(g0), finite_magnitude(g1))
         per_column = tl.max(tl.maximum(low, tl.maximum(finite_magnitude(g2), finite_magnitude(g3))), 0)
@@ -179,7 +173,7 @@ def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt
 def _gradient_amax(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, partial_ptr, seed_ptr, threshold, upscale, stream, M, N, stride_dy, stride_z,
                    BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
                    DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """The largest finite magnitude of each tile of the gradient, for a dynamic scale of the whole tensor."""
+    """Store the amax of each tile of the gradient, for a dynamic scale of the whole tensor."""
     tile_m, tile_n, num_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
     g = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
@@ -187,7 +181,7 @@ def _gradient_amax(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, partial_ptr, seed_ptr, 
 
 
 def _tile_width(n: int, norm: bool, grouped: bool) -> int:
-    """The norm block, or less where the whole layer is narrower or there is no norm to hold together."""
+    """Return the norm block's width, or less if the layer is narrower or has no norm."""
     if n <= 64 and not grouped:
         return 64
     return NORM_BLOCK if norm and n > 128 else 128
@@ -213,7 +207,11 @@ def gradient(
     dropout: Dropout | None = None,
     drop: int = 0,
 ) -> dict[str, Tensor | None]:
-    """Launch the backward kernel: one `scale` for both outputs, given or found by a pass before; or 1x128 groups of each made in the tile."""
+    """Launch the backward kernel.
+
+    Both outputs share one `scale`, given or found by a first pass, or each has 1x128 scales made in the tile
+    (`grouped`).
+    """
     m, n = dy.shape
     new = {"device": dy.device}
     stride_z = 0 if z is None else z.stride(0)

@@ -1,12 +1,14 @@
 """FP8 GEMM whose epilogue is the rest of the layer.
 
-A tile holds whole norm blocks, so the norm needs no communication. Behind a norm |z| <= 16 and a static scale is safe; without one the caller gives a calibrated or
-delayed scale, and the epilogue collects the largest |z| for the next. Either way it writes FP8 directly: the layer costs what the bare GEMM costs.
+A tile holds whole norm blocks, so the norm needs no communication. After a norm |z| <= 16 and a static scale is safe;
+without one the caller passes a calibrated or delayed scale, and the epilogue collects the amax of z for the next one.
+Either way it writes FP8 directly: the layer costs what the bare GEMM costs.
 
-For training the same epilogue also writes the transpose of y (the next wgrad contracts over rows, and FP8 tensor cores want both operands contiguous along the
-contracted axis), what backward needs of z, and rstd.
+For training the same epilogue also writes what backward needs of z, rstd, and the transpose of y: the next wgrad
+contracts over rows, and FP8 tensor cores require both operands to be contiguous along the contracted axis.
 
-Tiles that do not fill the GPU are cut along K (`launch.split`): their sums are written in float32, and `_finish` adds them and is the same epilogue.
+Tiles that do not fill the GPU are split along K (`launch.split`): partial sums are written in float32, and `_finish`
+adds them and runs the same epilogue.
 """
 
 from functools import lru_cache
@@ -41,15 +43,15 @@ _GROUPED = tl.constexpr(3)
 _SQUARE = tl.constexpr(4)
 _EPS = tl.constexpr(NORM_EPS)
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
-FINISH_ROWS = 16  # of a program that adds parts
+FINISH_ROWS = 16  # rows per program of `_finish`
 
-# How the output is written.
+# How y is written.
 OUT_16BIT, OUT_STATIC, OUT_GROUPED = 0, 1, 2
 _OUT_16BIT = tl.constexpr(0)
 _OUT_STATIC = tl.constexpr(1)
 _OUT_GROUPED = tl.constexpr(2)
 
-# How forward writes z (0: not at all), and as which type.
+# How forward writes z (0: not at all), and its dtype.
 _KEEP_NORMALIZED = tl.constexpr(1)
 _KEEP_SCALED = tl.constexpr(2)
 _KEEP_BF16 = tl.constexpr(3)
@@ -58,9 +60,10 @@ KEEP_TYPES = {1: torch.float8_e4m3fn, 2: torch.float8_e4m3fn, 3: torch.bfloat16}
 
 @triton.jit
 def raise_amax(x, inside, amax_ptr, PREROUND: tl.constexpr):
-    """Raise a float32 buffer, seen as int32, to the largest finite |x| of the rows inside: bits of numbers >= 0 are ordered like the numbers.
+    """Raise a float32 buffer, viewed as int32, to the largest finite |x| of the rows `inside`.
 
-    One instruction an element where all is finite; special values, which leave no trace, are looked for only in a tile that has some.
+    Floats >= 0 are ordered like their bits. It takes one instruction per element; only a tile with NaN or Inf is
+    searched again for its finite values.
     """
     largest = largest_magnitude(tl.where(inside, largest_magnitude(x, 1, PREROUND), 0.0), 0, PREROUND)
     if not (largest < float("inf")):
@@ -71,11 +74,11 @@ def raise_amax(x, inside, amax_ptr, PREROUND: tl.constexpr):
 @triton.jit
 def accumulate(a_desc, b_desc, sa_ptr, sb_ptr, first_row, first_column, first_k, last_k, M, N, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr):  # fmt: skip
-    """A tile of a @ b^T over a range of K, in steps of BK. Scales that change along K are in it, others are not."""
+    """Return a tile of a @ b^T over a range of K, in steps of BK. Only scales that vary along K are applied."""
     row = first_row + tl.arange(0, BM)
     column = first_column + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    tl.assume(last_k > first_k)  # or the compiler writes the whole kernel a second time, for an empty loop
+    tl.assume(last_k > first_k)  # otherwise the compiler duplicates the whole kernel for an empty loop
     for k in range(first_k, last_k):
         a = a_desc.load([first_row, k * BK])
         b = b_desc.load([first_column, k * BK])
@@ -95,7 +98,7 @@ def accumulate(a_desc, b_desc, sa_ptr, sb_ptr, first_row, first_column, first_k,
 
 @triton.jit
 def number_at(ptr, THERE: tl.constexpr):
-    """A number of the whole tensor, or 1. Read when the program starts; `late` says where it is needed."""
+    """Load a scalar of the whole tensor, or return 1. Loaded when the program starts; `late` marks its use."""
     if THERE:
         return tl.load(ptr)
     else:
@@ -104,7 +107,11 @@ def number_at(ptr, THERE: tl.constexpr):
 
 @triton.jit
 def late(x, PREROUND: tl.constexpr):
-    """x, for use behind the products. Without it the compiler moves what is made of x to the program's start, and all wait there for memory before the first load."""
+    """Return x, for use after the GEMM loop.
+
+    Without it the compiler hoists what is computed from x to the start of the program, which then waits for memory
+    before its first load.
+    """
     if PREROUND:
         return x
     else:
@@ -116,7 +123,7 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yt
            BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
            SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """From z to everything that is written, for a tile or half of one."""
+    """Compute and store everything that follows from z, for a tile or half of one."""
     first_row, first_column = tile_m * BM, tile_n * BN
     row = first_row + tl.arange(0, BM)
     column = first_column + tl.arange(0, BN)
@@ -130,7 +137,7 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yt
         z_desc.store([first_row, first_column], acc.to(tl.bfloat16))
     y = activate(acc, ACTIVATION, PREROUND, SLOPE)
     if DROP:
-        if OUT == _OUT_STATIC:  # a code or zero; the factor is in the scale
+        if OUT == _OUT_STATIC:  # drop by an inverse scale of 0; 1 / (1 - p) is in the scale
             out_inverse = drawn(seed, row, column, stream, threshold, out_inverse)
         else:
             y *= drawn(seed, row, column, stream, threshold, upscale)
@@ -145,9 +152,8 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yt
         tl.store(ys_ptr + row[:, None] + group[None, :] * M, scale, (row < M)[:, None] & (group < wide)[None, :])
         q = to_fp8(grouped, inverse(scale)[:, :, None], 0, OUT_E5M2, False, PREROUND, NORM)
         y_desc.store([first_row, first_column], tl.reshape(q, (BM, BN)))
-        if (
-            TRANSPOSE
-        ):  # groups of 128 along M: the tile is 128 rows high; rows beyond M hold the bias and must not count
+        if TRANSPOSE:
+            # Groups of 128 along M: the tile has 128 rows. Rows beyond M hold the bias and must not count.
             y = tl.where((row < M)[:, None], y, 0.0)
             t_scale = scale_of(tl.max(finite_magnitude(y), 0), OUT_E5M2, OUT_POW2)
             tl.store(yts_ptr + column + tile_m * N, t_scale, column < N)
@@ -165,11 +171,11 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_p
            BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
            AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """The layer behind its sums: scales, bias, norm, activation, and everything that is written."""
+    """Run the epilogue: scales, bias, norm, amax, then `_store`."""
     first_row, first_column = tile_m * BM, tile_n * BN
     row = first_row + tl.arange(0, BM)
     column = first_column + tl.arange(0, BN)
-    # What is constant along a row joins the norm's factor: one product an element instead of three.
+    # Factors that are constant along a row join the norm's: one multiplication per element instead of three.
     factor = tl.full((BM,), 1.0, tl.float32)
     if A_SCALE == _SCALAR:
         factor *= late(sa, PREROUND)
@@ -197,7 +203,7 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_p
     if OUT == _OUT_STATIC:
         out_inverse = inverse(late(out_scale, PREROUND))
     seed = number_at(seed_ptr, DROP)
-    if HALVES:  # less shared memory waits to be stored, which leaves more for the pipeline; and fewer registers
+    if HALVES:  # needs fewer registers, and less shared memory for stores, which leaves more for the pipeline
         left, right = halves(acc, BM, BN)
         _store(left, tile_m, 2 * tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, seed, threshold, upscale, stream, M, N,
                BM, BN // 2, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, DROP, PREROUND)  # fmt: skip
@@ -210,13 +216,13 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_p
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile. Warps lie one below the other in a tile of sums, so no number moves."""
+    """Return the left and right half of a tile. Warps own whole rows of an accumulator, so no data moves."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _store_part(acc, part_desc, first_row, BM: tl.constexpr, BN: tl.constexpr):
-    """A tile of sums in float32, 64 columns at a time, so that little shared memory is taken from the pipeline."""
+    """Store a tile of float32 sums, 64 columns at a time, to take little shared memory from the pipeline."""
     if BN == 256:
         left, right = halves(acc, BM, BN)
         a, b = halves(left, BM, BN // 2)
@@ -241,7 +247,7 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, b
            A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
            AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """The first `whole` tiles from a to y; of the others (SPLITS) the sums over `split` parts of K each, part after part, tile after tile."""
+    """Compute the first `whole` tiles up to y. Of the others (SPLITS) store the sums over each of `split` K parts."""
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     sa, sb = number_at(sa_ptr, A_SCALE == _SCALAR), number_at(sb_ptr, B_SCALE == _SCALAR)
     out_scale = number_at(out_scale_ptr, OUT == _OUT_STATIC)
@@ -269,7 +275,7 @@ def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, y
             A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
             OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr,
             AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """The layer behind the sums of the tiles that were split, ROWS rows of a tile of that height a program."""
+    """Add the partial sums of the split tiles and run the epilogue, for ROWS of a tile's `height` rows per program."""
     tile, slab = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile_order(whole + tile, tl.cdiv(M, height), tl.cdiv(N, BN), GROUP_M)
     sa, sb = number_at(sa_ptr, A_SCALE == _SCALAR), number_at(sb_ptr, B_SCALE == _SCALAR)
@@ -283,13 +289,15 @@ def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, y
 
 
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty [rows, columns] whose rows start at multiples of 128 bytes, or of 32 where that would add much: the next GEMM reads rows that start within a
-    sector of 32 bytes at two thirds of the rate."""
+    """Return an uninitialized [rows, columns] whose rows start at multiples of 128 bytes, or of 32 if they are short.
+
+    The next GEMM reads rows that start within a 32-byte sector at two thirds of the rate.
+    """
     return empty_rows(rows, columns, row_step(columns, dtype), dtype, device)
 
 
 def row_step(columns: int, dtype: torch.dtype) -> int:
-    """The elements that rows of `aligned` start at multiples of."""
+    """Return the alignment of the rows of `aligned`, in elements."""
     return (128 if columns * dtype.itemsize >= 1024 else 32) // dtype.itemsize
 
 
@@ -301,17 +309,17 @@ def _descriptor(x: Tensor | None, block: list[int]):
 
 
 def astride(a: Tensor, b: Tensor) -> bool:
-    """Whether rows of an operand start within sectors of 32 bytes."""
+    """Return True if rows of an operand start within 32-byte sectors."""
     return a.stride(0) % 32 != 0 or b.stride(0) % 32 != 0
 
 
 def launch_for(work: Work, given: list[int] | None, device: torch.device) -> Launch:
-    """The caller's launch, if it can run the work, or the best by the model."""
-    return _launch_for(work, None if given is None else tuple(given), device)
+    """Return the caller's launch, or the best by the model. Raises ValueError if it cannot run the work."""
+    return _cached_launch(work, None if given is None else tuple(given), device)
 
 
 @lru_cache(maxsize=4096)
-def _launch_for(work: Work, given: tuple[int, ...] | None, device: torch.device) -> Launch:
+def _cached_launch(work: Work, given: tuple[int, ...] | None, device: torch.device) -> Launch:
     properties = properties_of(device)
     if given is None:
         ranked = rank(work, properties)
@@ -347,7 +355,7 @@ def fused(
     dropout: Dropout | None = None,
     launch: list[int] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Launch the fused layer: one kernel, and a second one for tiles whose K was cut. Rows of a and b start at multiples of 16 bytes (TMA)."""
+    """Launch the fused layer: one kernel, a second one for split tiles. Rows of a and b are 16-byte aligned (TMA)."""
     (m, k), n, device = a.shape, b.shape[0], a.device
     grouped = out == OUT_GROUPED
     doubled = a_source == GROUPED or b_source >= GROUPED

@@ -15,9 +15,11 @@ def fused_linear(
     a_source: int, b_source: int, norm: bool, activation: int, slope: float, form: int, out_dtype: torch.dtype,
     pow2: bool, keep: int, transpose: bool, launch: list[int] | None, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place. y_scale: made here, which with dropout (a seed) a given one is too.
+    """Return y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place.
 
-    No argument is called `out`: torch's compiler takes a call with one for a mutation of everything, and merges nothing across it, not even the quantisations of an input that several chains read.
+    A given scale is returned as y_scale only with dropout (a seed), which multiplies it by a factor. No argument is
+    named `out`: torch's compiler treats a call with one as mutating everything and merges nothing across it, not even
+    the quantizations of an input that several chains read.
     """
     results = kernels.fused(
         a, b, sa, sb, bias, out_scale, a_source=a_source, b_source=b_source, norm=norm, activation=activation,
@@ -52,7 +54,10 @@ def fused_linear_gradient(
     norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool, dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
     seed: Tensor | None = None, p: float = 0.0, stream: int = 0, drop: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """g, g_scale, g_t, gt_scale, bias, amax; a scale that was given does not come back, nor one of both tensors a second time: an op's outputs may alias nothing."""
+    """Return g, g_scale, g_t, gt_scale, bias, amax.
+
+    An op's outputs may alias nothing, so a given scale is not returned, and a shared one only as g_scale.
+    """
     results = triton_gradient_kernels.gradient(
         dy, z, z_scale, rstd, scale, norm=norm, activation=activation, kept=kept, slope=slope, bias=bias, grouped=grouped,
         dtype=dtype, t_dtype=t_dtype, pow2=pow2, t_pow2=t_pow2, dropout=draw_from(seed, p, stream), drop=drop,
@@ -86,7 +91,7 @@ def fused_linear_dgrad(
     activation: int, kept: int, slope: float, dtype: torch.dtype, bias: bool, launch: list[int] | None,
     seed: Tensor | None = None, p: float = 0.0, stream: int = 0, drop: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """g, g_t, bias of the layer before; `amax` is raised in place."""
+    """Return g, g_t and the bias gradient of the previous layer; `amax` is raised in place."""
     results = triton_dgrad_kernels.dgrad(
         g, w_t, sg, sw, z, z_scale, scale, amax, activation=activation, kept=kept, slope=slope, dtype=dtype, bias=bias, launch=launch,
         dropout=draw_from(seed, p, stream), drop=drop,
