@@ -48,7 +48,7 @@ def test_ending_a_step_is_what_an_optimizer_does(chains: bool) -> None:
         for (inputs,), target in batches * 2:
             loss(one(inputs), target).mean().backward()
             end()
-    for mine, theirs in zip(timing._converted_modules(model), timing._placed(twin), strict=True):
+    for mine, theirs in zip(timing._converted_modules(model), timing._converted_modules(twin), strict=True):
         for a, b in zip(mine.remembered, theirs.remembered, strict=True):
             assert float(a.largest) > 0
             assert torch.equal(a.history, b.history)

@@ -109,14 +109,7 @@ class Agreement:
         )
 
     def meet(self, what: str) -> None:
-        """Wait until every rank has arrived.
-
-        Args:
-            what: what is waited for, for the message.
-
-        Raises:
-            RankError: naming the ranks that did not arrive in time.
-        """
+        """Wait until every rank has arrived. A RankError names those that did not arrive in time."""
         self._meet(what, "here")
 
     def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:

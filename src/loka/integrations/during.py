@@ -99,11 +99,7 @@ class TuneDuringTraining:
         return True
 
     def begin_step(self, model: nn.Module) -> None:
-        """Call before the first forward of an optimizer step.
-
-        Args:
-            model: wrapped or not.
-        """
+        """Call before the first forward of an optimizer step, with the model, wrapped or not."""
         if self._guard is not None:
             self._guard.begin_step()
 

@@ -1,15 +1,15 @@
-"""Callbacks: how anything that watches or steers a run attaches to it.
+"""Callbacks: the interface for everything that observes or steers a run.
 
-A callback overrides the moments it cares about:
+A callback overrides the hooks it needs:
 
     on_start        before the first step (after a resume: `trainer.step` > 0)
     on_step_begin   before a step's batches are drawn
-    on_step_end     after the update; `log` is a LogLine on log steps, otherwise None (no waiting for the device)
+    on_step_end     after the update; `log` is a LogLine on log steps, otherwise None (no device synchronization)
     on_evaluate     after an evaluation, with its metrics
-    on_checkpoint   a checkpoint is being taken: return what must come back after a crash, or None
+    on_checkpoint   while a checkpoint is taken: return the state to restore after a crash, or None
     on_resume       the counterpart: gets what `on_checkpoint` returned
     on_end          after the last step, with the result
-    on_error        instead of on_end, when the run fails or is interrupted; the error is raised afterwards
+    on_error        instead of on_end if the run fails or is interrupted; the error is raised afterwards
 
 With several processes, callbacks run on rank 0 only, unless they set `every_rank`.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogLine:
-    """What is known at a log step; means are over the steps since the last one."""
+    """Values at a log step. Means are over the steps since the last one."""
 
     step: int
     loss: float
@@ -42,43 +42,52 @@ class LogLine:
 
 @dataclass(frozen=True)
 class CallbackState:
-    """What a callback wants to find again: named tensors and JSON values."""
+    """State of a callback in a checkpoint: named tensors, and JSON values.
+
+    Example:
+        >>> CallbackState(values={"lines": 3})
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
 
 class Callback:
-    """Base class: every moment does nothing. `name` keys the callback's part of a checkpoint."""
+    """Base class whose hooks are all no-ops. `name` is the key of the callback's state in a checkpoint.
+
+    Example:
+        >>> class Stop(Callback):
+        ...     def on_step_end(self, trainer, log): ...
+    """
 
     every_rank = False
 
     @property
     def name(self) -> str:
-        """Unique among the callbacks of a run."""
+        """Name of the callback, unique in a run."""
         return type(self).__name__
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Before a step; `trainer.step` steps are complete."""
+        """Called before a step; `trainer.step` steps are complete."""
 
     def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
-        """After a step; `trainer.step` counts it."""
+        """Called after a step, which `trainer.step` includes."""
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def on_checkpoint(self, trainer: Trainer) -> CallbackState | None:
-        """State to store in the checkpoint that is being taken."""
+        """Return the state to store in the checkpoint that is being taken."""
         return None
 
     def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
-        """State found in the checkpoint; only called when there was any."""
+        """Restore the state found in the checkpoint; not called if there was none."""
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
-        """After the last step."""
+        """Called after the last step."""
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
-        """The run ends with this error."""
+        """Called if the run ends with an error."""

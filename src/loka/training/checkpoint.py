@@ -2,7 +2,7 @@
 
     <run>/checkpoints/step-00001000/
         model.safetensors        the model's state_dict: any safetensors reader can use it
-        optimizer.safetensors    optimiser state, `<parameter>:<slot>`
+        optimizer.safetensors    optimizer state, `<parameter>:<slot>`
         extra.safetensors        random generators, tensors of callbacks
         state.json               step, settings, data position, ... and the SHA-256 of every other file
     <run>/checkpoints/best.json  which step is the best one, by which metric
@@ -31,12 +31,16 @@ _TEMPORARY = ".writing-"
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that is incomplete or does not match its checksums."""
+    """A checkpoint is incomplete or does not match its checksums."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run at one step: groups of CPU tensors (one file each) and JSON values."""
+    """The state of a run at one step: groups of CPU tensors, one file each, and JSON values.
+
+    Example:
+        >>> read_checkpoint(path).state["counters"]
+    """
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
@@ -44,17 +48,22 @@ class Snapshot:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints below a run's checkpoint folder, oldest first."""
+    """List the complete checkpoints in a run's checkpoint folder, oldest first.
+
+    Example:
+        >>> find_checkpoints(Path("runs/x/checkpoints"))[-1].name
+        'step-00001000'
+    """
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's folder name."""
+    """Return the step in a checkpoint's folder name."""
     return int(path.name.removeprefix("step-"))
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
-    """Write one checkpoint; it appears under its final name only when every byte is on the disk."""
+    """Write one checkpoint. It appears under its final name only when every byte is on disk."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +92,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
 
 
 def _move_into_place(temporary: Path, final: Path) -> None:
-    """Rename; an older folder of the same name (a damaged one that a resumed run writes again) is set aside first."""
+    """Rename a folder. An older one of the same name (damaged, and rewritten by a resumed run) is moved aside first."""
     aside = final.with_name(f"{_TEMPORARY}old-{final.name}")
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -93,7 +102,21 @@ def _move_into_place(temporary: Path, final: Path) -> None:
 
 
 def read_checkpoint(path: Path, *, groups: tuple[str, ...] | None = None) -> Snapshot:
-    """Read and verify a checkpoint; `groups` limits which tensor files are loaded (all are named in state.json)."""
+    """Read and verify a checkpoint.
+
+    Args:
+        path: a checkpoint folder.
+        groups: tensor files to load; None loads all.
+
+    Returns:
+        The state of the run.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or does not match its checksum.
+
+    Example:
+        >>> read_checkpoint(path, groups=("model",)).tensors["model"]
+    """
     from safetensors.torch import load_file
 
     body = read_state(path)
@@ -109,7 +132,7 @@ def read_checkpoint(path: Path, *, groups: tuple[str, ...] | None = None) -> Sna
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The verified content of state.json."""
+    """Read and verify state.json."""
     try:
         body = json.loads((path / _STATE).read_text(encoding="utf-8"))
         checksum = body.pop("checksum")
@@ -125,7 +148,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, *, keep: int, protect: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints, and never the protected step."""
+    """Delete all but the newest `keep` checkpoints, but never the protected step."""
     for path in find_checkpoints(folder)[:-keep]:
         if step_of(path) != protect:
             shutil.rmtree(path)
@@ -138,13 +161,17 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_best(folder: Path, best: dict[str, Any]) -> None:
-    """Point to the best checkpoint, atomically."""
+    """Write the pointer to the best checkpoint, atomically."""
     write_atomically(folder / "best.json", (json.dumps(best) + "\n").encode())
     _flush(folder)
 
 
 def read_best(folder: Path) -> Path:
-    """The best checkpoint of a run, by its monitored metric."""
+    """Return the best checkpoint in a run's checkpoint folder, by its monitored metric.
+
+    Example:
+        >>> load_weights(model, read_best(Path("runs/x/checkpoints")))
+    """
     pointer = folder / "best.json"
     if not pointer.exists():
         raise ValueError(f"{folder} has no best checkpoint yet: it is written at the first evaluation")
@@ -184,10 +211,11 @@ def _flush(path: Path) -> None:
 
 
 class Saver:
-    """Writes one run's checkpoints beside the training, from snapshots in CPU memory of their own.
+    """Writes the checkpoints of a run in a thread, from snapshots in CPU memory.
 
-    At most one is in flight, so a slow disk costs waiting and never unbounded memory. An error of the thread is raised in the loop at the next save or at the end. The thread is no
-    daemon: when the loop fails, what it handed over is still written.
+    At most one write is in flight, so a slow disk costs time but not memory. An error of the thread is raised in the
+    loop, at the next save or at the end. The thread is not a daemon: if the loop fails, the last snapshot is still
+    written.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -198,13 +226,13 @@ class Saver:
         remove_leftovers(folder)
 
     def save(self, snapshot: Snapshot) -> None:
-        """Start writing; waits for the previous write and raises its error."""
+        """Start writing; first wait for the previous write and raise its error."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written; raise what went wrong."""
+        """Wait until nothing is being written, and raise what went wrong."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -219,5 +247,5 @@ class Saver:
             if best is not None and best["step"] == snapshot.step:
                 write_best(self.folder, best)
             prune(self.folder, keep=self.keep, protect=None if best is None else best["step"])
-        except BaseException as error:  # handed to the loop, which raises it
+        except BaseException as error:  # raised in the loop by `wait`
             self._error = error

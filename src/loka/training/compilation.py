@@ -1,13 +1,13 @@
 """torch.compile for the parts of a model that have one shape.
 
-What is compiled: the largest submodules that hold no embedding tables (`loka.nn.EmbeddingTables`, or any embedding with
-sparse gradients). A lookup of ragged ids has a new shape in every batch, so tables stay eager; the dense part behind them (the core of a ranker)
-sees [batch, n, d] only. Each part is compiled with `dynamic=False` and `fullgraph=True`: a graph break, or more
-shapes than the compiler's limit, is an error and not a quiet return to eager code.
+Compiled are the largest submodules without embedding tables (`loka.nn.EmbeddingTables`, or any embedding with sparse
+gradients). A lookup of ragged ids has a new shape in every batch, so tables stay eager. The dense part after them (the
+core of a ranker) only sees [batch, n, d]. Each part is compiled with `dynamic=False` and `fullgraph=True`: a graph
+break, or more shapes than the compiler's limit, is an error and not a silent fallback to eager code.
 
-`on` raises where nothing can be compiled; `auto` decides and says why. Only the `forward` attribute is replaced, so
-names, state_dict and hooks stay as they are, and the original comes back when the run ends. What must run
-eagerly (the incomplete batch at the end of an evaluation) uses `eager()`.
+`on` raises if nothing can be compiled; `auto` decides and says why. Only the `forward` attribute is replaced, so names,
+state_dict and hooks are unchanged, and the original is restored when the run ends. What must run eagerly (the
+incomplete batch at the end of an evaluation) uses `eager()`.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from loka.training.config import CompileRequest
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """What was compiled, and why (or why not)."""
+    """What was compiled and why, or why nothing was."""
 
     enabled: bool
     reason: str
@@ -45,13 +45,13 @@ def compiled(model: nn.Module, request: CompileRequest, device: torch.device) ->
 
 
 def eager() -> AbstractContextManager[object]:
-    """Inside this block compiled modules run their original Python code, hooks included."""
+    """Run the original Python code of compiled modules inside the block, hooks included."""
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def choose(model: nn.Module, request: CompileRequest, device: torch.device) -> CompileChoice:
-    """Decide, without touching the model."""
+    """Decide what to compile, without changing the model."""
     if request == "off":
         return CompileChoice(False, "not asked for")
     if request == "auto" and device.type != "cuda":
@@ -68,10 +68,10 @@ def choose(model: nn.Module, request: CompileRequest, device: torch.device) -> C
 
 
 def find_problem(device: torch.device) -> str | None:
-    """Compile and run a function of one line: the only test of a compiler that cannot be fooled."""
+    """Return why the compiler does not work here, or None. The only reliable test is to compile and run something."""
     try:
         torch.compile(_double, fullgraph=True, dynamic=False)(torch.ones(2, device=device))
-    except Exception as error:  # any failure of the tool chain is the answer, not a crash
+    except Exception as error:  # any failure of the tool chain is an answer
         return f"the compiler does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
     return None
 
@@ -81,7 +81,7 @@ def _double(x: torch.Tensor) -> torch.Tensor:
 
 
 def find_compilable(model: nn.Module) -> Iterator[str]:
-    """Names of the largest submodules with parameters and without a table ('' is the model itself)."""
+    """Yield the names of the largest submodules with parameters and without a table ('' is the model itself)."""
     yield from _find(model, "")
 
 

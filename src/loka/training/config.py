@@ -1,8 +1,8 @@
-"""What a training run is asked to do: one frozen, validated record.
+"""The settings of a training run: one frozen, validated record.
 
-Everything that changes the numbers of a run is here and is written into every checkpoint, so a run can be read
-back, repeated, and refused when somebody resumes it with different settings. Where the data come from, which model
-is trained and what watches it are arguments of the Trainer: they are code, not settings.
+Everything that changes the numbers of a run is here and is written into every checkpoint, so a run can be read back and
+repeated, and is refused if it is resumed with other settings. The data, the model and the callbacks are arguments of
+the Trainer: they are code, not settings.
 """
 
 from __future__ import annotations
@@ -17,16 +17,31 @@ CompileRequest = Literal["off", "on", "auto"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 Direction = Literal["auto", "min", "max"]
 
-# Settings that watch or store a run without changing its weights: a resumed run may choose them anew.
+# Settings that observe or store a run without changing its weights: a resumed run may change them.
 FREE_ON_RESUME = frozenset({"log_every", "checkpoint_every", "keep"})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of one run; `0` switches a periodic action off, `None` an optional limit.
+    """Settings of one run. A period of 0, or a limit of None, means off.
 
-    One optimiser step consumes `accumulate` batches of `batch_size` examples per rank. Learning rates are the peak
-    values; the schedule multiplies both by the same factor (`loka.training.config`).
+    One optimizer step consumes `accumulate` batches of `batch_size` examples per rank. Learning rates are peak values;
+    the schedule multiplies both by `learning_rate_factor`.
+
+    Args:
+        steps, batch_size, accumulate, seed: length of the run, examples per batch, batches per step, random seed.
+        device, precision, compile: "auto" is the GPU if there is one; see `loka.training.precision` and `.compilation`.
+        learning_rate, weight_decay, betas, clip_norm: of AdamW, for dense parameters; the norm to clip gradients to.
+        embedding_learning_rate: of rowwise Adagrad, for embedding tables.
+        schedule, warmup_steps, final_fraction: see `learning_rate_factor`.
+        evaluate_every, evaluate_batch_size: steps between evaluations; None uses `batch_size`.
+        monitor, monitor_direction, patience: the metric that defines the best evaluation, whether "min" or "max" is
+            better, and how many evaluations without improvement end the run.
+        log_every, checkpoint_every, keep: steps between log lines and checkpoints, and how many checkpoints to keep.
+        max_bad_batches: batches with a loss that is not finite to skip before the run fails.
+
+    Example:
+        >>> TrainConfig(steps=1000, precision="bf16", schedule="cosine", warmup_steps=100)
     """
 
     steps: int = 1000
@@ -79,21 +94,21 @@ class TrainConfig:
             raise ValueError("patience needs evaluations to count: set evaluate_every above 0")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, ready for a JSON file."""
+        """Return plain values for a JSON file."""
         return {**asdict(self), "betas": list(self.betas)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_json`; an unknown or missing name raises."""
+        """Build settings from the result of `to_json`. An unknown name raises."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"unknown training settings {unknown}; known: {sorted(known)}")
         return cls(**{**values, "betas": tuple(values.get("betas", cls.betas))})
 
     def changes_since(self, stored: TrainConfig) -> list[str]:
-        """Settings that differ from a stored run in a way that would make resuming it a different run.
+        """List settings that differ from a stored run and would make resuming it a different run.
 
-        More or fewer `steps` are fine under a constant schedule; a decaying one spreads its curve over them.
+        More or fewer `steps` are allowed under a constant schedule; other schedules depend on them.
         """
         free = FREE_ON_RESUME | ({"steps"} if self.schedule == "constant" else frozenset())
         return [
@@ -117,12 +132,24 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:
-    """The multiplier of every learning rate for the update that turns step `step` into `step + 1`: a pure function, since a schedule without state cannot be restored wrongly.
+    """Return the multiplier of every learning rate for the update that turns step `step` into `step + 1`.
 
-    With w warm-up steps, T steps in all, f the final fraction and t = (s - w) / (T - w):
+    It is a pure function: a schedule without state cannot be restored wrongly. With s the step, w warm-up steps,
+    T steps in total, f the final fraction and t = (s - w) / (T - w):
 
         s < w:      (s + 1) / w            linear:     1 - (1 - f) t
         constant:   1                      cosine:     f + (1 - f) (1 + cos(pi t)) / 2
+
+    Args:
+        config: settings of the run.
+        step: steps completed.
+
+    Returns:
+        The factor, from 0 to 1.
+
+    Example:
+        >>> learning_rate_factor(TrainConfig(steps=100, warmup_steps=10), 4)
+        0.5
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

@@ -1,21 +1,26 @@
-"""Training on many processes, started by torchrun: tables on every rank or sharded by TorchRec, the dense part under FSDP2 or DDP, checkpoints by DCP.
+"""Training on several processes started by torchrun: replicated or sharded tables, FSDP2 or DDP, DCP checkpoints.
 
     torchrun --nproc-per-node 8 -m loka train --distributed --rows int8:row --collectives e4m3:1x128:pow2 --out runs/x
     torchrun --nproc-per-node 8 -m loka train --distributed --sharding row --dense ddp --out runs/y
 
     with joined("gloo"):
-        trainer = DistributedTrainer(model, data, TrainConfig(batch_size=1024), Distribution(sharding="row"), plan=plan, out="runs/x")
+        how = Distribution(sharding="row")
+        trainer = DistributedTrainer(model, data, TrainConfig(batch_size=1024), how, plan=plan, out="runs/x")
         trainer.fit(resume=True)
 
-* How the model lies on the ranks, and what they send, is a `Distribution` (`loka.training.sharding`).
-* A plan is converted after the model has been spread; its digest must be the same on every rank. Plans name the plain model's linears, so one plan serves both.
-* Without sharding every rank holds all tables, whose optimiser gathers the rows and gradients of a step from all ranks and makes the same update everywhere; only what a batch touched travels.
-* `batch_size` is the whole batch, of all ranks together. Each rank reads the same batches and takes its share, so the order of examples, and with it the run, does not depend on the
-  number of ranks beyond the last bits of its sums.
-* A checkpoint is a folder written by all ranks (torch.distributed.checkpoint) and completed by rank 0 with a rename: one that was interrupted does not exist. It can be resumed with
-  another number of ranks, and with FSDP2 where DDP was: DCP shards it anew, the random numbers of stochastic rounding depend on step, table and row alone, and the data's position counts
-  whole batches. Other random numbers (dropout) start anew from (seed, rank, step) at every checkpoint, in a run that goes on as in one that is resumed.
-* When a rank is gone the others notice in their next collective, call the roll through the store, and raise a RankError that names who is missing.
+* A `Distribution` (`loka.training.sharding`) says how the model is placed on the ranks and what they send.
+* A plan is applied after the model has been distributed; its digest must be the same on every rank. Plans name the
+  linears of the plain model, so the same plan serves both.
+* Without sharding every rank holds all tables. Their optimizer gathers the touched rows and gradients of a step from
+  all ranks and makes the same update everywhere.
+* `batch_size` is that of all ranks together. Each rank reads the same batches and takes its share, so the order of
+  examples, and with it the run, does not depend on the number of ranks beyond the last bits of sums.
+* A checkpoint is a folder written by all ranks (torch.distributed.checkpoint) and completed by rank 0 with a rename, so
+  an interrupted one does not exist. It can be resumed with another number of ranks, and with FSDP2 instead of DDP: DCP
+  reshards it, stochastic rounding depends on step, table and row only, and the data position counts whole batches.
+  Other random numbers (dropout) are reseeded from (seed, rank, step) at every checkpoint, resumed or not.
+* If a rank is gone, the others notice in their next collective, check through the store who is left, and raise a
+  RankError that names the missing ranks.
 """
 
 import json
@@ -50,19 +55,19 @@ from loka.training.trainer import Trainer
 __all__ = ["DistributedTrainer", "Distribution", "joined", "share_loss", "share_of"]
 
 
-_JOINED: list[Any] = []  # groups of this process, for as long as it lives
+_JOINED: list[Any] = []  # process groups, kept alive until the process ends
 
 
 @contextmanager
 def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[None]:
-    """A process group from torchrun's environment, left at the end.
+    """Join a process group from torchrun's environment, and leave it at the end of the block.
 
     Args:
-        backend: `gloo` or `nccl`; None: nccl where there are GPUs.
-        timeout: seconds a collective may wait for a rank.
+        backend: `gloo` or `nccl`; None uses nccl if there are GPUs.
+        timeout: seconds that a collective may wait for a rank.
 
     Raises:
-        ValueError: torchrun did not start this process.
+        ValueError: this process was not started by torchrun.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -74,7 +79,8 @@ def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[No
     if chosen == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
-    # Where a DDP model is the last to hold a group, its end waits for gloo's threads with Python's lock in hand, and they wait for the lock: torch releases it for a group alone.
+    # If a DDP model is the last to hold a group, its destructor waits for gloo's threads while holding the GIL, and
+    # they wait for the GIL: torch only releases it when a group itself is destroyed.
     _JOINED.append(dist.group.WORLD)
     try:
         yield
@@ -83,11 +89,14 @@ def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[No
 
 
 def share_of(batch: Any, rank: int, world: int) -> Any:
-    """One rank's examples of a batch, a dataclass of tensors, Jagged rows, dictionaries of these, and None: the r-th of `world` equal stretches."""
+    """Return one rank's examples of a batch: the r-th of `world` equal sections.
+
+    A batch is a dataclass of tensors, Jagged rows, dictionaries of these, and None.
+    """
     if batch.size % world:
         raise ValueError(f"a batch of {batch.size} examples cannot be shared equally by {world} ranks")
     size = batch.size // world
-    own = getattr(batch, "part", None)  # a batch whose tensors do not all lie by examples knows itself
+    own = getattr(batch, "part", None)  # a batch with tensors that are not indexed by examples cuts itself
     return _cut(batch, rank * size, (rank + 1) * size) if own is None else own(rank * size, (rank + 1) * size)
 
 
@@ -107,8 +116,11 @@ def _cut(value: Any, start: int, stop: int) -> Any:
 
 
 def share_loss(task: SequenceTask) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
-    """A task's loss for one of many ranks. Ragged shares have different numbers of predictions, so a rank counts by how many it has: the mean over ranks is then the mean over the
-    whole batch, and the run is that of one process."""
+    """Return a task's loss for one of several ranks.
+
+    Ragged shares have different numbers of predictions, so each rank is weighted by its number. The mean over ranks is
+    then the mean over the whole batch, as in a single process.
+    """
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         value, predictions = task.loss(model, batch)
@@ -121,35 +133,36 @@ def share_loss(task: SequenceTask) -> Callable[[nn.Module, Any], tuple[Tensor, A
 
 
 class SharedStream(EpochStream):
-    """The whole batches of one process, of which this rank takes its share."""
+    """The batches of a single process, of which this rank takes its share."""
 
     def __init__(self, split: Any, batch_size: int, *, seed: int, rank: int, world: int) -> None:
         super().__init__(split, batch_size, seed=seed)
         self._share = rank, world
 
     def __next__(self) -> Any:
-        """This rank's examples of the next batch."""
+        """Return this rank's examples of the next batch."""
         return share_of(super().__next__(), *self._share)
 
 
 class DistributedTrainer(Trainer):
-    """A Trainer among others. Build it on every rank with the same model, data and settings, inside `joined`.
+    """A Trainer on one of several ranks. Create it on every rank with the same arguments, inside `joined`.
 
     Args:
-        model: plain, the same weights on every rank; changed in place.
-        data: as Trainer's.
-        config: as Trainer's; `batch_size` counts all ranks together.
-        how: where tables and dense parameters lie, and what is sent.
-        plan: convert the model by this plan, once it is spread.
+        model: a plain model, with the same weights on every rank; changed in place.
+        data: see Trainer.
+        config: see Trainer; `batch_size` counts all ranks together.
+        how: where tables and dense parameters are placed, and what is sent.
+        plan: convert the distributed model by this plan.
         recipe: or by this recipe, at every linear.
-        out: folder of the run, on a file system that all ranks see.
-        roll_call: seconds to wait for the others when a collective has failed.
-        whole: keep the model in one piece: no table is swapped, and FSDP2 shards it as one unit. For models that read a table's weight beside looking it up, as HSTU's output does.
-        options: of Trainer: `loss_fn`, `callbacks`, ...
+        out: folder of the run, on a file system that all ranks share.
+        roll_call: seconds to wait for the other ranks when a collective has failed.
+        whole: replace no table, and let FSDP2 shard the model as one unit. For models that also read the weight of a
+            table directly, as HSTU's output layer does.
+        options: further arguments of Trainer: `loss_fn`, `callbacks`, ...
 
     Example:
         >>> with joined("gloo"):
-        ...     DistributedTrainer(model, data, TrainConfig(steps=100, batch_size=64), Distribution(rows="int8:row"), out="runs/x").fit()
+        ...     DistributedTrainer(model, data, TrainConfig(batch_size=64), Distribution(rows="int8:row")).fit()
     """
 
     def __init__(
@@ -182,7 +195,7 @@ class DistributedTrainer(Trainer):
             model.to(device), self.how, learning_rate=config.embedding_learning_rate, device=device, clock=self.clock, tables=tables, whole=whole
         )  # fmt: skip
         self.conversion = _convert(spread.model, plan, recipe, device)
-        if (placed := clock_of(spread.model)) is not None:  # the plan says what is sent
+        if (placed := clock_of(spread.model)) is not None:  # the plan defines the collectives
             placed.seed, self.clock = config.seed, placed
         self.wire, self.embedding_wire, self.fused = spread.wire or wire_of(spread.model), spread.embedding_wire, spread.fused  # fmt: skip
         super().__init__(spread.model, data, replace(config, device=str(device)), out=out, **options)
@@ -191,14 +204,14 @@ class DistributedTrainer(Trainer):
         self.stream = SharedStream(data.train, config.batch_size, seed=config.seed, rank=self.ranks.rank, world=world)
 
     def fit(self, *, resume: bool = False, fallback: bool = False) -> TrainResult:
-        """As Trainer's. A rank that is gone is named.
+        """Train as Trainer does, and name a rank that is gone.
 
         Args:
             resume: continue from the newest checkpoint of `out`.
-            fallback: refused: a distributed checkpoint is complete or does not exist.
+            fallback: not supported: a distributed checkpoint is complete or does not exist.
 
         Returns:
-            How it went.
+            The outcome of the run.
 
         Raises:
             RankError: a rank is gone; the run can be resumed from its last checkpoint.
@@ -211,7 +224,7 @@ class DistributedTrainer(Trainer):
             raise
 
     def load_best(self) -> None:
-        """Put the weights of the best evaluation into the model."""
+        """Load the weights of the best evaluation into the model."""
         if self.folder is None:
             raise ValueError("the best weights are kept in the folder of the run: pass out=")
         self._load_tensors(read_best(self.folder), optimizer=False)
@@ -284,7 +297,7 @@ class DistributedTrainer(Trainer):
         }
 
     def _essentials(self) -> dict[str, Any]:
-        """What a resumed run must share; where things lie may change."""
+        """Return what a resumed run must share; where things are placed may change."""
         how = self.how
         columns = how.columns if how.sharding == "column" else 1
         plan = None if self.conversion is None else self.conversion.plan or sorted(self.conversion.converted.items())
@@ -300,7 +313,7 @@ class DistributedTrainer(Trainer):
         return tensors if self.fused is None else {**tensors, "tables": self.fused.tensors()}
 
     def _prepare_optimizer(self) -> None:
-        """Adam makes its state in the first step; a checkpoint to load needs somewhere to go before."""
+        """Create Adam's state, normally made in the first step, so that a checkpoint can be loaded into it."""
         for optimizer, _ in self.optimizers._parts:
             if isinstance(optimizer, torch.optim.AdamW):
                 for group in optimizer.param_groups:
@@ -317,7 +330,7 @@ class DistributedTrainer(Trainer):
         state = tensors.pop("optimizer")
         if not optimizer:
             tensors.pop("tables", None)
-        if optimizer:  # copies: the codes of a table are its own, and loading its weight would round them
+        if optimizer:  # copies: a table's codes are also its weight, and loading the weight would round them again
             tensors["optimizer"] = {name: tensor.clone() for name, tensor in state.items()}
         load(tensors, checkpoint_id=path)
         self.module.load_state_dict(tensors["model"])
@@ -343,19 +356,19 @@ class DistributedTrainer(Trainer):
         self._resumed_from = self._saved_step = step_of(path)
 
     def _reseed(self) -> None:
-        """Random numbers from here on are of (seed, rank, step), so that a run that goes on and one that is resumed draw the same."""
+        """Reseed from (seed, rank, step), so that uninterrupted and resumed runs draw the same random numbers."""
         seed_everything(hash((self.config.seed, self.ranks.rank, self.step)) % 2**63)
 
 
 def _local_tensors(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
-    """What this rank holds, table by table and shard by shard."""
+    """Return the tensors that this rank holds, table by table and shard by shard."""
     named = [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in model.named_parameters()]
     tables = [(name, part) for name, m in model.named_modules() if isinstance(m, Table) for part in m.witnesses()]
     return [(name, tensor.detach()) for name, tensor in [*named, *tables]]
 
 
 def _convert(model: nn.Module, plan: Plan | None, recipe: str | None, device: torch.device) -> Conversion | None:
-    """The plan or recipe, placed in the model as it lies on the ranks, once all of them have the same."""
+    """Check that all ranks have the same plan or recipe, and apply it to the distributed model."""
     if plan is None and recipe is None:
         return None
     from loka.placing import convert, scale_state
@@ -365,21 +378,21 @@ def _convert(model: nn.Module, plan: Plan | None, recipe: str | None, device: to
     done = convert(model, plan, recipe=recipe)
     if remembered := sorted(scale_state(model)):
         raise ValueError(
-            f"{', '.join(remembered[:5])}: scales that are remembered between steps are each rank's own, and no checkpoint could be resumed with another number of ranks; "
+            f"{', '.join(remembered[:5])}: delayed scales differ between ranks, so a checkpoint could not be resumed with another number of ranks; "
             "hint: a plan with dynamic scales and without chains"
         )
     return done
 
 
 def _is_transport(error: RuntimeError) -> bool:
-    """Whether a collective failed, and not the model."""
+    """Check whether a collective failed, and not the model."""
     if isinstance(error, dist.DistError):
         return True
     return any(word in str(error).lower() for word in ("gloo", "nccl", "connection", "timed out", "processgroup"))
 
 
 def _call_roll(timeout: float, saved: int | None, error: RuntimeError) -> None:
-    """Name who is missing; return where everybody answers."""
+    """Raise an error that names missing ranks; return if every rank answers."""
     try:
         Agreement(timeout=timeout, name="roll call").meet("after a failed collective")
     except RankError as missing:
@@ -398,7 +411,7 @@ def _check(config: TrainConfig, how: Distribution, world: int, plan: Plan | None
             f"batch_size {config.batch_size} is of all {world} ranks together and must be a multiple of {world}"
         )
     if config.compile == "on":
-        problems.append("compilation is not part of it yet")
+        problems.append("compilation is not supported yet")
     if how.sharding is not None and config.accumulate > 1:
         problems.append("sharded tables are updated in every backward pass, so batches cannot be accumulated")
     if problems:

@@ -1,11 +1,12 @@
 """Loss and metrics of a model on a split.
 
-The same loss function as in training gives (loss, predictions). Predictions are logits with the shape of `batch.labels`;
-each label column gets log loss, NE and AUC of its own (`ne` with one label, `ne/<index>` with several, and then `ne`
-is their mean). A loss function that returns no predictions is evaluated by its loss alone.
+The same loss function as in training returns (loss, predictions). Predictions are logits with the shape of
+`batch.labels`; each label column gets its own log loss, NE and AUC (`ne` with one label; with several `ne/<index>`, and
+`ne` is their mean). If a loss function returns no predictions, only the loss is evaluated.
 
-With several processes each evaluates its share of the split and the metrics are merged: exact, and the same on every rank. A rank whose share ends first goes on calling the model, uncounted: one
-that is sharded over ranks runs on all of them or not at all.
+With several processes each evaluates its share of the split and the metrics are merged: exact, and the same on every
+rank. A rank whose share ends first keeps calling the model without counting, since a model that is sharded over ranks
+must run on all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor | None]]
 
 
 def ranking_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Binary cross-entropy of `model(batch)`, mean over examples and labels, in float32; the logits are the predictions."""
+    """Return the mean binary cross-entropy of `model(batch)` over examples and labels, in float32, and the logits.
+
+    Example:
+        >>> loss, logits = ranking_loss(model, batch)
+    """
     logits = model(batch).float()
     return F.binary_cross_entropy_with_logits(logits, batch.labels), logits
 
@@ -45,20 +50,20 @@ def evaluate(
     rank: int = 0,
     world: int = 1,
 ) -> dict[str, float]:
-    """Metrics over a whole split; the model is in its own mode again afterwards.
+    """Compute metrics over a whole split. The model's train/eval mode is restored.
 
     Args:
         model: a ranker.
-        split: what to read, in order.
+        split: the data, read in order.
         batch_size: examples at a time.
-        device: where the model is.
+        device: device of the model.
         loss_fn: (model, batch) -> loss and logits.
-        compiled_size: of a compiled model the one batch size that was compiled; others run eagerly.
-        rank: of this process; each reads its part, and the sums are added up.
+        compiled_size: batch size that a compiled model was compiled for; others run eagerly.
+        rank: rank of this process; each reads its share, and the sums are added.
         world: number of processes.
 
     Returns:
-        Metric by name: the loss, and log_loss, ne and auc where there are labels.
+        Metric by name: the loss, and log_loss, ne and auc if there are labels.
 
     Example:
         >>> evaluate(model, data.test, batch_size=4096, device=torch.device("cpu"))["auc"]
@@ -86,7 +91,7 @@ def evaluate(
 def _in_step(
     batches: Iterator[Any], split: Split, batch_size: int, device: torch.device, world: int
 ) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches, and whether each counts: as many on every rank, the last one again where a rank has run out."""
+    """Yield this rank's batches and whether each counts. A rank that has run out repeats its last, uncounted."""
     last: Any = None
     while True:
         batch = next(batches, None)
@@ -107,7 +112,7 @@ def _in_step(
 def _make_metrics(columns: int) -> list[dict[str, Metric[float]]]:
     from loka.metrics import AUC, LogLoss, NormalizedEntropy
 
-    # "count" does not wait for the device; what it counted is an error in _summarise.
+    # "count" does not wait for the device; _summarise raises if anything was counted.
     kinds = {"log_loss": LogLoss, "ne": NormalizedEntropy, "auc": AUC}
     return [{name: kind(nonfinite="count") for name, kind in kinds.items()} for _ in range(columns)]
 
@@ -128,7 +133,7 @@ def _summarise(total: Tensor, metrics: list[dict[str, Metric[float]]], world: in
         from loka.metrics import all_reduce
 
         torch.distributed.all_reduce(total)
-        columns = torch.tensor(len(metrics), device=total.device)  # a rank without examples has made none yet
+        columns = torch.tensor(len(metrics), device=total.device)  # 0 on a rank without examples
         torch.distributed.all_reduce(columns, op=torch.distributed.ReduceOp.MAX)
         metrics = metrics or _make_metrics(int(columns))
         metrics = [{name: all_reduce(metric) for name, metric in column.items()} for column in metrics]

@@ -1,10 +1,10 @@
-"""The guard inside the Trainer: sites that go wrong in FP8 go back to bf16 between steps, and remembered scales survive a restart.
+"""Guard as a Trainer callback: it reverts sites that go wrong in FP8 to bf16, between steps.
 
     loka.convert(model, plan)
     Trainer(model, data, config, callbacks=[GuardCallback(GuardConfig(every=100))]).fit()
 
-Scales that are remembered between steps, and what the guard did, live in the callback's own section of a checkpoint; the model's section stays a plain state_dict. A run that is
-resumed starts with the sites switched, or bound to something else, that had been.
+The callback's state in a checkpoint holds the delayed scales and what the guard did; the model's section stays a plain
+state_dict. A resumed run starts with the same sites reverted or rebound.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class GuardCallback(Callback):
-    """Runs a Guard over a training; `events` is what happened so far."""
+    """Runs a Guard during training; `events` lists what happened so far."""
 
-    every_rank = True  # all ranks count, and all must switch
+    every_rank = True  # every rank contributes to the counts, and all must switch together
 
     def __init__(self, config: GuardConfig | None = None, *, decide: Decide | None = None) -> None:
         self.config, self.decide = config or GuardConfig(), decide
@@ -34,19 +34,19 @@ class GuardCallback(Callback):
         self._attach(trainer)
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        """Look, where it is due."""
+        """Let the guard observe the step if it is due."""
         self._attach(trainer).begin_step()
 
     def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
-        """Between steps: the safe point."""
+        """Check between steps, where it is safe to switch sites."""
         self.events += self._attach(trainer).check()
 
     def on_checkpoint(self, trainer: Trainer) -> CallbackState | None:
-        """Scales and switches."""
+        """Return scales and switched sites."""
         return CallbackState(scale_state(trainer.module), self._attach(trainer).state_dict())
 
     def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
-        """The counterpart; first the bindings, because the scales are those of what ran."""
+        """Restore them. Bindings come first, since the scales belong to what was running."""
         self._attach(trainer).load_state_dict(state.values)
         load_scale_state(trainer.module, state.tensors)
 

@@ -1,8 +1,9 @@
-"""Callbacks that tell how a run goes: the curve in memory, a JSONL file, a progress bar, TensorBoard.
+"""Callbacks that report the progress of a run: a curve in memory, a JSONL file, a progress bar, TensorBoard.
 
 The JSONL file has one object per log step (`step`, `loss`, `ne`, `lr`, `examples`, `examples_per_s`, `seconds`) and one
-per evaluation (`step`, `evaluation`: metrics); a run that fails leaves a last line (`step`, `error`). Numbers that are NaN or unknown are null. After a resume, lines beyond
-the checkpoint and a torn last line are dropped first, so the file reads as if the run had never stopped.
+per evaluation (`step`, `evaluation`: metrics). A run that fails writes a last line (`step`, `error`). Values that are
+NaN or unknown are null. On resume, lines after the checkpoint and an incomplete last line are removed, so the file
+reads as if the run had never stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class Curve(Callback):
-    """The log lines of the whole run, resumed parts included."""
+    """Collects the log lines of the whole run, including parts before a resume.
+
+    Example:
+        >>> Trainer(model, data, callbacks=[curve := Curve()]).fit()
+    """
 
     def __init__(self) -> None:
         self.lines: list[LogLine] = []
@@ -38,7 +43,7 @@ class Curve(Callback):
             self.lines.append(log)
 
     def on_checkpoint(self, trainer: Trainer) -> CallbackState:
-        """The lines so far."""
+        """Return the lines so far."""
         return CallbackState(values={"lines": [asdict(line) for line in self.lines]})
 
     def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
@@ -47,14 +52,18 @@ class Curve(Callback):
 
 
 class JsonlLog(Callback):
-    """One line of JSON per log step and per evaluation, flushed at once."""
+    """Writes one line of JSON per log step and evaluation to a file, flushed at once.
+
+    Example:
+        >>> JsonlLog("runs/x/log.jsonl")
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file: TextIO | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Keep the lines up to the resumed step, drop the rest."""
+        """Keep the lines up to the resumed step, remove the rest."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _read_lines(self.path) if json.loads(line)["step"] <= trainer.step]
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -86,7 +95,7 @@ class JsonlLog(Callback):
         self._close()
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
-        """Note what ended the run, and close the file."""
+        """Write what ended the run, and close the file."""
         self._write({"step": trainer.step, "error": f"{type(error).__name__}: {error}"})
         self._close()
 
@@ -103,19 +112,23 @@ class JsonlLog(Callback):
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Whole lines only: a kill can tear the last one."""
+    """Return complete lines: if the process was killed, the last one may be incomplete."""
     if not path.exists():
         return []
     return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
 class Progress(Callback):
-    """A progress bar on stderr: loss, NE, examples per second, time left."""
+    """A progress bar on stderr, or on a given console: loss, NE, examples per second, time left.
+
+    Example:
+        >>> Trainer(model, data, callbacks=[Progress()]).fit()
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
@@ -142,7 +155,7 @@ class Progress(Callback):
         self._bar.start()
 
     def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
-        """Move on; new numbers on log steps."""
+        """Advance the bar; on log steps update the numbers."""
         if log is not None:
             ne = "-" if log.ne is None else f"{log.ne:.4f}"
             self._shown.update(loss=f"{log.loss:.4f}", ne=ne, speed=f"{log.examples_per_s:,.0f}")
@@ -159,7 +172,7 @@ class Progress(Callback):
         self._close()
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._close()
 
     def _draw(self, step: int) -> None:
@@ -173,7 +186,11 @@ class Progress(Callback):
 
 
 class TensorBoard(Callback):
-    """Scalars for TensorBoard; needs the `tensorboard` package."""
+    """Writes scalars for TensorBoard into a folder; needs the `tensorboard` package.
+
+    Example:
+        >>> TensorBoard("runs/x/tensorboard")
+    """
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -183,7 +200,7 @@ class TensorBoard(Callback):
         self._writer: Any = SummaryWriter(log_dir=str(folder))
 
     def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
-        """Training scalars, under `train/`."""
+        """Write training scalars, under `train/`."""
         if log is not None:
             values = {"loss": log.loss, "ne": log.ne, "lr": log.learning_rate, "examples_per_s": log.examples_per_s}
             for name, value in values.items():
@@ -191,7 +208,7 @@ class TensorBoard(Callback):
                     self._writer.add_scalar(f"train/{name}", value, log.step)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Validation scalars, under `valid/`."""
+        """Write validation scalars, under `valid/`."""
         for name, value in metrics.items():
             self._writer.add_scalar(f"valid/{name}", value, trainer.step)
 

@@ -1,8 +1,8 @@
-"""The best evaluation so far, and when to give up on a better one.
+"""Track the best evaluation so far, and decide when to stop waiting for a better one.
 
-One metric is watched. An evaluation is an improvement only when it is strictly better; `patience` evaluations in a row
-without one end the run. A watched metric that is missing or NaN is an error, since neither "best" nor "no better" would
-be true.
+One metric is monitored. An evaluation must be strictly better to count as an improvement; `patience` evaluations in a
+row without one end the run. It is an error if the metric is missing or NaN, since the evaluation would be neither
+better nor worse.
 """
 
 import math
@@ -11,13 +11,13 @@ from typing import Any
 
 from loka.training.config import TrainConfig
 
-# Metrics whose better direction needs no asking; any other name needs config.monitor_direction.
+# Metrics whose better direction is known; any other name needs config.monitor_direction.
 _LOWER_IS_BETTER = frozenset({"loss", "log_loss", "ne"})
 _HIGHER_IS_BETTER = frozenset({"auc", "gauc", "hr", "ndcg", "mrr", "recall"})
 
 
 class Monitor:
-    """Watches `config.monitor` over the evaluations of a run."""
+    """Tracks `config.monitor` over the evaluations of a run."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.metric, self.patience = config.monitor, config.patience
@@ -28,7 +28,7 @@ class Monitor:
             self._sign = 1 if _is_lower_better(config) else -1
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Note an evaluation; True when it is the best so far."""
+        """Record an evaluation. Return True if it is the best so far."""
         value = metrics.get(self.metric, math.nan)
         if not math.isfinite(value):
             raise ValueError(f"monitor {self.metric!r} has no finite value among {dict(metrics)}; watch another metric")
@@ -41,15 +41,15 @@ class Monitor:
 
     @property
     def gives_up(self) -> bool:
-        """Whether patience has run out."""
+        """Whether `patience` has run out."""
         return self.patience is not None and self.stale >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the state as JSON values."""
         return {"best": self.best, "stale": self.stale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore the result of `state_dict`."""
         self.best, self.stale = state["best"], state["stale"]
 
 

@@ -1,20 +1,22 @@
-"""Optimisers: fused AdamW for dense parameters, rowwise Adagrad for embedding tables.
+"""Optimizers: fused AdamW for dense parameters, rowwise Adagrad for embedding tables.
 
-An embedding table is far larger than everything else and a batch touches few of its rows. Rowwise Adagrad keeps one
-number per row (not per element) and, given sparse gradients, reads and writes touched rows only. With g_r the summed
-gradient of row r over the batch, D its width:
+An embedding table is far larger than everything else, and a batch touches few of its rows. Rowwise Adagrad keeps one
+number per row (not per element) and, given sparse gradients, only reads and writes rows that were touched. With g_r the
+summed gradient of row r over the batch, D its width:
 
     h_r <- h_r + |g_r|^2 / D
     w_r <- w_r - lr * g_r / (sqrt(h_r) + eps)
 
 Duplicate ids of a batch are summed first, since the square of a sum is not the sum of squares: sort, then sum segments,
-in buffers of the size of the batch. On a GPU the loop must not ask how many different ids there were, which would stall
-the queue once per table and step, so there the buffers keep the batch's length; on a CPU asking is free. GPU sums use
-atomics: their last bits vary unless torch.use_deterministic_algorithms is on.
+in buffers of the size of the batch. On a GPU, reading how many different ids there were would stall the queue once per
+table and step, so there the buffers keep the batch's length. GPU sums use atomics: their last bits vary unless
+torch.use_deterministic_algorithms is on.
 
-Low-precision tables (`loka.nn.tables`) are updated by their own optimiser, with the same rule. Sharded tables of TorchRec are updated in the backward pass, and are nobody else's. Which is which: the weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other
-parameter is dense. Weight decay applies to dense parameters with two or more dimensions. Neither decay nor clipping
-touches tables: a sparse gradient has no cheap global norm, and Adagrad divides by each row's own history already.
+The weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other parameter is
+dense. Low-precision tables (`loka.nn.tables`) have an optimizer of their own with the same rule. Sharded tables of
+TorchRec are updated in the backward pass. Weight decay applies to dense parameters with two or more dimensions. Neither
+decay nor clipping applies to tables: a sparse gradient has no cheap global norm, and Adagrad already divides by each
+row's own history.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,7 +35,17 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one accumulator per row of a [rows, D] table; takes sparse COO gradients only."""
+    """Adagrad with one accumulator per row of a [rows, D] table. Takes sparse COO gradients only.
+
+    Args:
+        params: tables.
+        lr: learning rate.
+        eps: added to the root of the accumulator.
+        initial: initial value of the accumulators.
+
+    Example:
+        >>> RowwiseAdagrad([embedding.weight], lr=2e-2).step()
+    """
 
     def __init__(self, params: Iterable[Any], lr: float = 2e-2, *, eps: float = 1e-8, initial: float = 0.0) -> None:
         if not (lr > 0 and eps > 0 and initial >= 0):
@@ -72,7 +84,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
 
 def sum_duplicates(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum `values` [n, D] over equal `rows` [n]: (different rows, their sums), in the form that suits the device."""
+    """Sum `values` [n, D] over equal `rows` [n]. Return the different rows and their sums, as suits the device."""
     ordered, order = rows.sort(stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
@@ -82,15 +94,18 @@ def sum_duplicates(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_segments(ordered: Tensor, order: Tensor, is_first: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Exactly the different rows. A bag per segment: 0.4 ms where index_add_ takes 17 (40,960 ids of width 32, one core)."""
+    """Return only the different rows.
+
+    A bag per segment takes 0.4 ms where index_add_ takes 17 (40,960 ids of width 32, one core).
+    """
     starts = is_first.nonzero().squeeze(1)
     return ordered[starts], F.embedding_bag(order, values, starts, mode="sum")
 
 
 def sum_segments_padded(ordered: Tensor, order: Tensor, is_first: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The different rows first, then as many zero sums as there were duplicates, so that every size is known to the host.
+    """Return the different rows first, then a zero sum for every duplicate, so that all sizes are known to the host.
 
-    The zero sums stand at rows that occur anyway, which makes them harmless to add: x + -0.0 is x, bit for bit.
+    The zero sums refer to rows that occur anyway, so adding them is harmless: x + -0.0 is bitwise x.
     """
     segment = is_first.cumsum(0) - 1
     sums = torch.zeros_like(values).index_add_(0, segment, values[order])
@@ -98,13 +113,24 @@ def sum_segments_padded(ordered: Tensor, order: Tensor, is_first: Tensor, values
 
 
 def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
-    """(dense parameters, embedding tables) of a model, by module type; frozen parameters, and those their own backward pass updates, are in neither."""
+    """Split the parameters of a model into dense ones and embedding tables, by module type.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Names and parameters of both. Frozen parameters, and those updated in the backward pass, are in neither.
+
+    Example:
+        >>> dense, tables = split_parameters(model)
+    """
     tables = {
         id(module.weight)
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    anchors = {id(module.anchor) for module in model.modules() if isinstance(module, Table)}  # TableOptimizer's
+    # anchors are updated by TableOptimizer
+    anchors = {id(module.anchor) for module in model.modules() if isinstance(module, Table)}
     named = [
         (name, p)
         for name, p in model.named_parameters()
@@ -117,7 +143,15 @@ def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters
 
 
 class Optimizers:
-    """The optimisers of one model behind one handle: step, zero, learning rate, and state as named tensors."""
+    """All optimizers of a model: step, zero_grad, learning rate, and state as named tensors.
+
+    Args:
+        model: the model to train.
+        config: learning rates, betas and weight decay.
+
+    Example:
+        >>> Optimizers(model, TrainConfig()).step()
+    """
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         dense, tables = split_parameters(model)
@@ -138,7 +172,7 @@ class Optimizers:
             self._parts.append((TableOptimizer(model, Rule("rowwise_adagrad", lr=rate), seed=config.seed), rate))
 
     def add(self, optimizer: Any, rate: float) -> None:
-        """One more optimiser, with its peak learning rate. One whose `state` is empty keeps its own."""
+        """Add an optimizer with its peak learning rate. If its `state` is empty, `state_tensors` leaves it out."""
         self._parts.append((optimizer, rate))
 
     def set_factor(self, factor: float) -> None:
@@ -148,17 +182,17 @@ class Optimizers:
                 group["lr"] = rate * factor
 
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for optimizer, _ in self._parts:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Discard all gradients."""
         for optimizer, _ in self._parts:
             optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Optimiser state by parameter name: `<parameter>:<slot>`. The tensors are live, not copies."""
+        """Return optimizer state by parameter name: `<parameter>:<slot>`. The tensors are not copied."""
         return {
             f"{self._names[id(parameter)]}:{slot}": value
             for optimizer, _ in self._parts
@@ -167,25 +201,25 @@ class Optimizers:
         }
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave; a name that fits no parameter raises."""
+        """Restore the result of `state_tensors`. A name that fits no parameter raises."""
         slots: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, slot = key.rpartition(":")
             slots.setdefault(name, {})[slot] = value
         if unknown := sorted(set(slots) - set(self._names.values())):
-            raise ValueError(f"optimiser state for parameters this model does not train: {unknown[:5]}")
+            raise ValueError(f"optimizer state for parameters this model does not train: {unknown[:5]}")
         for optimizer, _ in self._parts:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if stored := slots.get(self._names[id(parameter)]):
-                        # Adam keeps its step counter on the parameter's device only when fused, as built here.
+                        # Adam keeps its step counter on the parameter's device only if fused, as built here.
                         optimizer.state[parameter] = {k: v.to(parameter.device).clone() for k, v in stored.items()}
             if isinstance(optimizer, TableOptimizer):
                 optimizer.adopt_state()
 
 
 def build_adam(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, fused where the device has a fused kernel (one launch instead of a dozen per tensor)."""
+    """Build AdamW, fused if the device has a fused kernel (one launch instead of a dozen per tensor)."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -1,11 +1,11 @@
-"""Arithmetic of a run: fp32, tf32 or bf16, each exactly what was asked for or an error.
+"""Precision of a run: fp32, tf32 or bf16, exactly as requested or an error.
 
-    fp32   float32 everywhere; matrix products in full float32 (the tf32 shortcut is switched off, whatever was set)
+    fp32   float32 everywhere; matrix products in full float32 (TF32 is switched off, whatever was set)
     tf32   float32 storage; CUDA matrix products round their operands to 10 mantissa bits. Needs Ampere or newer
-    bf16   autocast: float32 master weights and optimiser state, bfloat16 matrix products and activations
+    bf16   autocast: float32 master weights and optimizer state, bfloat16 matrix products and activations
 
 There is no loss scaling: bfloat16 has float32's exponent range, so gradients do not underflow as in float16. The
-process-wide matmul setting is put back when the run ends.
+process-wide matmul setting is restored when the run ends.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from loka.training.config import PrecisionName
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one; anything else is taken literally and must exist."""
+    """Return the device of a name: `auto` is the GPU if there is one; any other device must exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -27,7 +27,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_precision(name: PrecisionName, device: torch.device) -> None:
-    """Raise ValueError, with the reason, where this device cannot honour the precision."""
+    """Raise ValueError, with the reason, if this device does not support the precision."""
     if name == "tf32":
         if device.type != "cuda":
             raise ValueError(f"precision 'tf32' exists on CUDA GPUs only, the run is on {device.type!r}; use 'fp32'")
@@ -50,7 +50,7 @@ def precision_scope(name: PrecisionName, device: torch.device) -> Iterator[None]
 
 
 def autocast(name: PrecisionName, device: torch.device) -> AbstractContextManager[object]:
-    """The context of one forward pass."""
+    """Return the context of one forward pass."""
     if name == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""Which process of how many this is, and the few decisions that all of them must take alike."""
+"""The rank of this process, and decisions that all ranks must make together."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among `world`."""
+    """The rank of this process among `world`."""
 
     rank: int = 0
     world: int = 1
 
     @classmethod
     def find(cls) -> Ranks:
-        """What torch.distributed says; without a process group, a single process."""
+        """Read both from torch.distributed; without a process group, a single process."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
         return cls()
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
         if self.world == 1:
             return flag
         votes = torch.tensor(int(flag), device=device)
@@ -34,10 +34,10 @@ class Ranks:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside a DistributedDataParallel wrapper."""
+    """Return the user's module inside a DistributedDataParallel wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def keep_local(model: nn.Module) -> AbstractContextManager[object]:
-    """Gradients made in this block are not sent; the next backward outside it sends the sum."""
+    """Do not synchronize gradients in this block; the next backward outside it sends the sum."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

@@ -1,4 +1,4 @@
-"""How a run ends: with a result, or with a loss that is no number."""
+"""How a run ends: with a result, or with a loss that is not finite."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,22 @@ class NonFiniteLossError(ValueError):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. `seconds` is training time alone, without evaluations and checkpoints."""
+    """The outcome of a run.
+
+    Args:
+        steps, examples: how many were trained.
+        seconds, examples_per_s: time and speed of training, without evaluations and checkpoints.
+        loss, metrics: of the last log line, and of the last evaluation.
+        best: step, metric and value of the best evaluation.
+        stopped_early: whether `patience` ran out.
+        bad_batches: batches skipped because their loss was not finite.
+        device, precision, compile: how it ran.
+        resumed_from, damaged: step of the checkpoint it continued from, and newer ones that could not be read.
+        checkpoint: the last checkpoint.
+
+    Example:
+        >>> Trainer(model, data).fit().metrics["ne"]
+    """
 
     steps: int
     examples: int

@@ -1,12 +1,14 @@
-"""Sequence models in the training loop: the loss of a batch, and HR@10 and NDCG@10 over the whole catalogue, leave last out.
+"""Sequence models in the training loop: the loss of a batch, and HR@10 and NDCG@10 over all items, leave-last-out.
 
-    task = NextItemTask(data, length=50)                        HSTU: every position of a history predicts the next item
-    task = NextIdTask(data, index, length=50)                   OneRec: every item of a history is spelled from what came before it
-    trainer = Trainer(model, task, config, loss_fn=task.loss, evaluate_fn=lambda model: task.evaluate(model, "valid", device=device))
+    task = NextItemTask(data, length=50)                 HSTU: every position of a history predicts the next item
+    task = NextIdTask(data, index, length=50)            OneRec: every item of a history is predicted from its prefix
+    valid = lambda model: task.evaluate(model, "valid", device=device)
+    trainer = Trainer(model, task, config, loss_fn=task.loss, evaluate_fn=valid)
 
-A task is the trainer's data (`train`; nothing is evaluated by loss, so `valid` is None) and knows how its model is asked. Nothing is removed from
-the ranking, also not what the user has seen. OneRec is ranked by beam search over valid ids: a target that is not among the beams is a miss.
-OneRec learns the probabilities of valid ids only (see `semantic_id_loss`), and is searched the same way.
+A task is the trainer's data (its `valid` is None, since nothing is evaluated by loss) and knows how to call its model.
+Nothing is removed from the ranking, not even what the user has seen. OneRec is ranked by beam search over valid ids: a
+target that is not among the beams is a miss. It learns the probabilities of valid ids only (see `semantic_id_loss`),
+and is searched the same way.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Part = Literal["valid", "test"]
 
 
 class SequenceTask:
-    """What the two kinds of task share: data for the trainer, and evaluation."""
+    """Base of both tasks: data for the trainer, and evaluation."""
 
     def __init__(self, data: SequenceData, train: SequenceExamples, length: int) -> None:
         if length < 1:
@@ -46,11 +48,11 @@ class SequenceTask:
         self._parts = {"valid": cut_targets(data.valid, length), "test": cut_targets(data.test, length)}
 
     def loss(self, model: nn.Module, batch: SequenceExampleBatch) -> tuple[Tensor, None]:
-        """The loss of a batch, and no predictions: there is no label to compare them with one by one."""
+        """Return the loss of a batch, and no predictions: there are no labels to compare them with."""
         raise NotImplementedError(f"{type(self).__name__} does not define a loss")
 
     def weight(self, batch: SequenceExampleBatch) -> int:
-        """Over how many predictions the loss of a batch is a mean."""
+        """Return the number of predictions that the loss of a batch is the mean of."""
         return batch.size
 
     def rank(self, model: nn.Module, batch: SequenceExampleBatch, metric: TopK) -> None:
@@ -68,7 +70,7 @@ class SequenceTask:
         precision: PrecisionName = "fp32",
         limit: int | None = None,
     ) -> dict[str, float]:
-        """HR@10, NDCG@10 and MRR over all users of a part, or over the first `limit`."""
+        """Return HR@10, NDCG@10 and MRR over all users of a part, or over the first `limit`."""
         from loka.metrics import TopK
 
         examples = self._parts[part]
@@ -89,23 +91,31 @@ class SequenceTask:
 
 
 class NextItemTask(SequenceTask):
-    """HSTU: whole histories, a softmax over all items at every position. Where the data has times, a request's own moment is known."""
+    """HSTU: whole histories, with a softmax over all items at every position. Uses the time of a request if known.
+
+    Args:
+        data: the data set.
+        length: most recent items of a history to keep.
+
+    Example:
+        >>> NextItemTask(data, length=50).evaluate(model, "test", device=torch.device("cpu"))["hr@10"]
+    """
 
     def __init__(self, data: SequenceData, *, length: int) -> None:
         super().__init__(data, cut_histories(data.train, length), length)
 
     def loss(self, model: nn.Module, batch: SequenceExampleBatch) -> tuple[Tensor, None]:
-        """Mean cross-entropy of every position's next item."""
+        """Return the mean cross-entropy of the next item over all positions."""
         from loka.models.hstu import next_item_loss
 
         return next_item_loss(model(batch.history, batch.times), batch.history), None
 
     def weight(self, batch: SequenceExampleBatch) -> int:
-        """Positions that have a next item."""
+        """Count positions that have a next item."""
         return int((batch.history.offsets.diff() - 1).clamp(min=0).sum())
 
     def rank(self, model: nn.Module, batch: SequenceExampleBatch, metric: TopK) -> None:
-        """Scores of all items after the last position."""
+        """Score all items after the last position."""
         from loka.models.hstu import next_times
 
         asked = None
@@ -118,7 +128,17 @@ class NextItemTask(SequenceTask):
 
 
 class NextIdTask(SequenceTask):
-    """OneRec: all prefixes, the id of the item that followed. `index` numbers items from 1, as the data does; no two may collide."""
+    """OneRec: all prefixes, each with the semantic id of the item that followed.
+
+    Args:
+        data: the data set.
+        index: semantic ids of items, numbered from 1 as in the data; no two may be equal.
+        length: most recent items of a history to keep.
+        beams: width of the beam search.
+
+    Example:
+        >>> NextIdTask(data, index, length=50, beams=50)
+    """
 
     def __init__(self, data: SequenceData, index: SemanticIndex, *, length: int, beams: int = 50) -> None:
         super().__init__(data, cut_prefixes(data.train, length), length)
@@ -130,25 +150,25 @@ class NextIdTask(SequenceTask):
         self._trie = index.trie
 
     def loss(self, model: nn.Module, batch: SequenceExampleBatch) -> tuple[Tensor, None]:
-        """Mean cross-entropy over the codes of the id, among valid ids."""
+        """Return the mean cross-entropy over the codes of the id, among valid ids."""
         from loka.models.onerec import semantic_id_loss
 
-        self._follow(batch.target)
+        self._move_to_device_of(batch.target)
         codes = self._table[batch.target]
-        return semantic_id_loss(model(self._spell(model, batch), codes), codes, self._trie.follow(codes)), None
+        return semantic_id_loss(model(self._to_ids(model, batch), codes), codes, self._trie.follow(codes)), None
 
     def rank(self, model: nn.Module, batch: SequenceExampleBatch, metric: TopK) -> None:
-        """The items of the beams, best first."""
+        """Rank the items of the beams, best first."""
         from loka.models.beam import search
 
-        self._follow(batch.target)
-        context = model.encode(self._spell(model, batch))  # type: ignore[operator]
+        self._move_to_device_of(batch.target)
+        context = model.encode(self._to_ids(model, batch))  # type: ignore[operator]
         found = search(model, context, beams=self.beams, valid=self._trie, normalize="valid")  # type: ignore[arg-type]
         assert found.items is not None  # valid ids were given
         metric.update(found.items, batch.target[:, None])
 
-    def _spell(self, model: nn.Module, batch: SequenceExampleBatch) -> Any:
-        """The history as ids, with item numbers where the model has a table of items."""
+    def _to_ids(self, model: nn.Module, batch: SequenceExampleBatch) -> Any:
+        """Return the history as ids, with item numbers if the model has a table of items."""
         from loka.data.batch import Jagged
 
         values = batch.history.values
@@ -157,14 +177,26 @@ class NextIdTask(SequenceTask):
             codes = torch.cat([codes, values[:, None]], 1)
         return Jagged(codes, batch.history.offsets)
 
-    def _follow(self, target: Tensor) -> None:
-        """Keep codes and trie where the batches are."""
+    def _move_to_device_of(self, target: Tensor) -> None:
+        """Move codes and trie to the device of the batches."""
         if self._table.device != target.device:
             self._table, self._trie = self._table.to(target.device), self._trie.to(target.device)
 
 
 def embed_items(data: SequenceData, *, dimensions: int = 64, seed: int = 0) -> Tensor:
-    """Vectors of all items [n_items, d] for semantic ids: unit vectors of the training histories beside unit vectors of the text, where there is any."""
+    """Embed all items for semantic ids: unit vectors from training histories, concatenated with those of text if any.
+
+    Args:
+        data: the data set.
+        dimensions: width of each part.
+        seed: random seed.
+
+    Returns:
+        Vectors [n_items, d].
+
+    Example:
+        >>> vectors = embed_items(data, dimensions=64)
+    """
     from loka.semantic_ids import embed_histories, embed_text
 
     histories = cut_histories(data.train, 10**9)

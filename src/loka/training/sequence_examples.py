@@ -1,13 +1,13 @@
-"""Examples of sequence models: a stretch of a user's history, and what came next.
+"""Examples of sequence models: a section of a user's history, and what came next.
 
-Three ways to cut examples from a split of `loka.data.SequenceData`, all windows into one shared array of events:
+There are three kinds of examples of a split of `loka.data.SequenceData`, all windows into one shared array of events:
 
-    whole histories     one per user, no target: every position is asked for the next (a model that learns all positions at once)
+    whole histories     one per user, no target: every position predicts the next item
     all prefixes        one per position of every history: what came before it, and the item at it
-    held-out targets    one per user of a validation or test split: the history, and the item that was held out
+    held-out targets    one per user of a validation or test split: the history, and the held-out item
 
-A history is cut to the most recent `length` items. The order of an epoch depends on (seed, epoch, rank, world) alone, and the position in it
-can be saved and restored, so a resumed run sees what an unbroken one would have seen.
+A history is cut to its most recent `length` items. The order of an epoch only depends on (seed, epoch, rank, world).
+The position in it can be saved and restored, so a resumed run sees the same examples as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class SequenceExampleBatch:
-    """Some examples; without targets `target` is all zero (padding is never a target)."""
+    """A batch of examples. Without targets, `target` is all zero (padding is never a target)."""
 
     history: Jagged  # item ids, oldest first
-    times: Tensor | None  # seconds, parallel to the history's values; None where the data has none
-    asked: Tensor | None  # when each request was made, int64 [B]: the time of the target
+    times: Tensor | None  # seconds, parallel to the history's values; None if the data has none
+    asked: Tensor | None  # time of each request, which is that of the target, int64 [B]
     target: Tensor  # int64 [B]
 
     @property
@@ -41,7 +41,7 @@ class SequenceExampleBatch:
         return self.target.shape[0]
 
     def part(self, start: int, stop: int) -> SequenceExampleBatch:
-        """Examples start to stop - 1: times lie beside the events of a history, not beside examples."""
+        """Return examples start to stop - 1. `times` is indexed by events, not by examples."""
         from loka.data.batch import Jagged
 
         offsets = self.history.offsets[start : stop + 1]
@@ -68,7 +68,7 @@ class SequenceExampleBatch:
 
 @dataclass(frozen=True)
 class SequenceExamples:
-    """Example i reads events begin[i] ... end[i] - 1 and, where `has_targets`, is asked for event end[i]."""
+    """Examples as index ranges: example i has events begin[i] ... end[i] - 1 and, if `has_targets`, target end[i]."""
 
     items: Tensor
     times: Tensor | None
@@ -82,7 +82,7 @@ class SequenceExamples:
     def batches(
         self, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, rank: int, world: int, epoch: int
     ) -> SequenceStream[SequenceExampleBatch]:
-        """One epoch of this rank's share."""
+        """Return one epoch of this rank's share."""
         from loka.data.sequences import SequenceStream
 
         return SequenceStream(
@@ -91,7 +91,7 @@ class SequenceExamples:
         )  # fmt: skip
 
     def cut(self, index: Array) -> SequenceExampleBatch:
-        """The batch of some examples."""
+        """Build the batch of some examples."""
         from loka.data.batch import Jagged
 
         begin, end = self.begin[index], self.end[index]
@@ -108,7 +108,7 @@ class SequenceExamples:
 
 
 def cut_histories(split: SequenceSplit, length: int) -> SequenceExamples:
-    """One example per user with at least two items: its most recent `length`."""
+    """Make one example per user with at least two items: the most recent `length`."""
     start, count = split.history
     keep = count > 1
     end = (start + count)[keep]
@@ -116,7 +116,7 @@ def cut_histories(split: SequenceSplit, length: int) -> SequenceExamples:
 
 
 def cut_prefixes(split: SequenceSplit, length: int) -> SequenceExamples:
-    """One example per item that has something before it."""
+    """Make one example per item that is not the first of its history."""
     start, count = split.history
     count = np.maximum(count - 1, 0)
     first = np.repeat(start, count)
@@ -126,7 +126,7 @@ def cut_prefixes(split: SequenceSplit, length: int) -> SequenceExamples:
 
 
 def cut_targets(split: SequenceSplit, length: int) -> SequenceExamples:
-    """One example per user of a held-out split that has targets; where several are held out at once, as baskets are, the first is the next item."""
+    """Make one example per user of a held-out split; of several held-out items (a basket) the first is the target."""
     (start, count), (target, targets) = split.history, split.targets
     kept = targets > 0
     start, count, target = start[kept], count[kept], target[kept]

@@ -1,18 +1,21 @@
-"""A model spread over ranks: tables sharded by TorchRec, the dense part by FSDP2 or copied by DistributedDataParallel.
+"""Distribute a model over ranks: tables sharded by TorchRec, the dense part sharded by FSDP2 or replicated by DDP.
 
     spread = spread_model(model, Distribution(sharding="row", dense="fsdp"), learning_rate=0.02, device=device)
     spread.model(batch).sum().backward()        # tables are updated in the backward pass, by FBGEMM's rowwise Adagrad
 
-    sharding    table    a table lives on one rank, the largest first, each on the rank that holds least
-                row      every rank holds an equal stretch of each table's rows
-                column   `columns` stretches of each table's columns, on as many ranks; the number does not follow the number of ranks, so that a checkpoint
-                         fits any of them. Rowwise Adagrad then keeps one number for each stretch of a row, which is not what one process does
-                None     every rank holds all tables, in any format of rows (`loka.nn.tables`)
+    sharding    table    each table is on one rank; the largest first, on the rank that holds least
+                row      every rank holds an equal section of each table's rows
+                column   `columns` sections of each table's columns, on as many ranks. Their number does not depend on
+                         the number of ranks, so a checkpoint fits any. Rowwise Adagrad keeps one number for each
+                         section of a row, which differs from a single process
+                None     every rank holds all tables, in any row format (`loka.nn.tables`)
 
-`EmbeddingTables` (what Ranker has) becomes one EmbeddingBagCollection with the same values; a user's own EmbeddingBagCollections are sharded as they are. Everything else a table can be is
-refused under `sharding`: it would be copied to every rank, or trained by nobody.
+`EmbeddingTables` (of a Ranker) becomes one EmbeddingBagCollection with the same values. A user's own
+EmbeddingBagCollections are sharded as they are. Other kinds of tables are refused under `sharding`: they would be
+replicated on every rank, or not trained at all.
 
-Where the codec of embeddings needs whole blocks, a rank's share of a batch is filled up with empty bags and cut again, so any batch can be sent.
+If the codec of embeddings needs whole blocks, a rank's share of a batch is padded with empty bags and cut again, so any
+batch can be sent.
 """
 
 from __future__ import annotations
@@ -40,16 +43,16 @@ DENSE = ("fsdp", "ddp")
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a model lies on its ranks, and what they send each other.
+    """How a model is placed on ranks, and what they send each other.
 
     Args:
-        rows: format of the tables' rows where every rank holds them all.
-        sharding: how TorchRec shards the tables: table, row or column; None: every rank holds them all.
-        columns: stretches of columns, for `column`.
-        dense: what keeps the dense part: `fsdp` shards it, `ddp` copies it to every rank.
-        collectives: codec of dense weights and gradients, or two of them with a comma between, weights first (FSDP2): what a weight loses counts in every prediction, what a gradient
-            loses in one step. None sends them as they are.
-        embeddings: codecs of sharded embeddings and of their gradients; None sends them as they are.
+        rows: row format of tables that every rank holds.
+        sharding: how TorchRec shards the tables: table, row or column; None: every rank holds all of them.
+        columns: number of column sections, for `column`.
+        dense: `fsdp` shards the dense part, `ddp` replicates it.
+        collectives: codec of dense weights and gradients, or two separated by a comma, weights first (FSDP2): an error
+            of a weight affects every prediction, that of a gradient one step. None sends them unencoded.
+        embeddings: codecs of sharded embeddings and of their gradients; None sends them unencoded.
 
     Example:
         >>> Distribution(sharding="row", dense="ddp", embeddings=("e4m3:1x32:e8m0", "e5m2:1x32:e8m0"))
@@ -91,18 +94,18 @@ class Distribution:
 
     @property
     def needs_tables(self) -> bool:
-        """Whether tables are swapped or sharded."""
+        """Whether tables are replaced or sharded."""
         return self.rows != "float32" or self.sharding is not None
 
 
 @dataclass
 class Spread:
-    """A model on its ranks."""
+    """A distributed model."""
 
     model: nn.Module  # what to call: DistributedModelParallel, DistributedDataParallel, or the model itself under FSDP2
-    fused: FusedTables | None = None  # optimiser of sharded tables; None where there are none
-    wire: Wire | None = None  # what the dense part sends, where it is encoded
-    embedding_wire: Wire | None = None  # what sharded tables send, where it is encoded
+    fused: FusedTables | None = None  # optimizer of sharded tables; None if there are none
+    wire: Wire | None = None  # counts what the dense part sends, if it is encoded
+    embedding_wire: Wire | None = None  # counts what sharded tables send, if it is encoded
 
 
 def spread_model(
@@ -115,22 +118,22 @@ def spread_model(
     tables: Mapping[str, str] | None = None,
     whole: bool = False,
 ) -> Spread:
-    """Spread a model over the ranks of the default process group, in place.
+    """Distribute a model over the ranks of the default process group, in place.
 
     Args:
-        model: plain, on `device`, the same weights on every rank.
+        model: a plain model on `device`, with the same weights on every rank.
         how: the distribution.
-        learning_rate: of sharded tables.
-        device: of the model.
+        learning_rate: learning rate of sharded tables.
+        device: device of the model.
         clock: the step, for stochastic codecs.
-        tables: formats of rows that a plan gives to tables, by name; the others have the distribution's.
-        whole: swap no table, and shard the dense part as one unit.
+        tables: row formats that a plan gives to tables, by name; other tables have that of the distribution.
+        whole: replace no table, and shard the dense part as one unit.
 
     Returns:
-        What to train.
+        The distributed model.
 
     Raises:
-        ValueError: the model has tables that cannot be held as asked, with every reason.
+        ValueError: the model has tables that cannot be placed as requested; the message lists the reasons.
     """
     if whole:
         spread = Spread(model)
@@ -156,7 +159,10 @@ def spread_model(
 
 
 def shard_dense(model: nn.Module, *, whole: bool = False) -> None:
-    """Shard everything but tables, each larger block on its own, then the rest; `whole`: as one unit, for a model that reads a block's parameters outside of its forward."""
+    """Shard everything but tables: each child on its own, then the rest.
+
+    With `whole`, as one unit, for a model that reads the parameters of a child outside of its forward.
+    """
     from torch.distributed.fsdp import fully_shard
 
     kept = set(_table_parameters(model))
@@ -179,7 +185,11 @@ def _is_sharded_collection(module: nn.Module) -> bool:
 
 
 def _copy_dense(spread: Spread, device: torch.device) -> DistributedDataParallel:
-    """Copies on every rank. Buckets are never rebuilt (`find_unused_parameters`): after a resume the first step must add up in the order of the others."""
+    """Replicate the dense part on every rank.
+
+    `find_unused_parameters` keeps DDP from rebuilding its buckets, so that the first step after a resume adds in the
+    same order as the others.
+    """
     ids = None if device.type == "cpu" else [device]
     if spread.fused is None:
         spread.model = DistributedDataParallel(spread.model, device_ids=ids, find_unused_parameters=True)
@@ -193,7 +203,10 @@ def _copy_dense(spread: Spread, device: torch.device) -> DistributedDataParallel
 
 
 class FusedTables:
-    """TorchRec's fused optimiser with the face that `Optimizers` expects. The backward pass updates the tables; `zero_grad`, before it, hands the learning rate over."""
+    """TorchRec's fused optimizer with the interface that `Optimizers` expects.
+
+    The backward pass updates the tables; `zero_grad`, called before it, sets its learning rate.
+    """
 
     def __init__(self, fused: Any, learning_rate: float) -> None:
         self.fused = fused
@@ -201,27 +214,27 @@ class FusedTables:
         self.state: dict[Any, Any] = {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the learning rate of the backward pass that follows."""
+        """Set the learning rate of the next backward pass."""
         for group in self.fused.param_groups:
             group["lr"] = self.param_groups[0]["lr"]
         self.fused.zero_grad()
 
     def step(self) -> None:
-        """Done in the backward pass."""
+        """No-op: the backward pass has updated the tables."""
 
     def tensors(self) -> dict[str, Any]:
-        """The memory of the rule, sharded like the tables, by `<table>:<slot>`; live."""
+        """Return the optimizer state by `<table>:<slot>`, sharded like the tables and not copied."""
         state = self.fused.state_dict()["state"]
         return {f"{name}:{slot}": tensor for name, slots in state.items() for slot, tensor in slots.items()}
 
 
 class CollectionTables(nn.Module):
-    """`EmbeddingTables` on one EmbeddingBagCollection: a table for each field, all features of a batch in one call.
+    """`EmbeddingTables` as one EmbeddingBagCollection: a table per field, and all features of a batch in one call.
 
     Args:
-        tables: what to replace.
+        tables: the tables to replace.
         features: (feature, field whose table it reads) of all features, in the order of `embed`.
-        multiple: fill batches up to a multiple of this many examples.
+        multiple: pad batches to a multiple of this many examples.
     """
 
     def __init__(self, tables: EmbeddingTables, features: list[tuple[str, str]], multiple: int) -> None:
@@ -245,7 +258,7 @@ class CollectionTables(nn.Module):
         self.collection = modules.EmbeddingBagCollection(tables=made, device=torch.device("meta"))
 
     def embed(self, ids: Tensor, bags: list[tuple[str, Tensor, Tensor]]) -> list[Tensor]:
-        """As `EmbeddingTables.embed`."""
+        """Look up a batch, see `EmbeddingTables.embed`."""
         batch, n = ids.shape[0], ids.shape[1]
         fill = -batch % self.multiple
         lengths = [torch.ones(batch, dtype=torch.int64, device=ids.device)] * n
@@ -269,7 +282,7 @@ class CollectionTables(nn.Module):
 
 
 def _shard_tables(model: nn.Module, how: Distribution, learning_rate: float, device: torch.device) -> Spread:
-    """DistributedModelParallel around the model, its tables sharded, their values carried over."""
+    """Wrap the model in DistributedModelParallel, shard its tables and copy their values."""
     assert how.sharding is not None
     parallel, types = require("torchrec.distributed.model_parallel"), require("torchrec.distributed.types")
     block = math.lcm(*(parse_codec(text).block for text in how.embeddings or ("fp32",)))
@@ -289,7 +302,10 @@ def _shard_tables(model: nn.Module, how: Distribution, learning_rate: float, dev
 
 
 def _collect(model: nn.Module, block: int, columns: int) -> dict[str, dict[str, Tensor]]:
-    """Swap EmbeddingTables for collections; the values of every collection's tables, by its name. Ranks send whole blocks of the narrowest stretch of a table."""
+    """Replace EmbeddingTables by collections. Return the values of each collection's tables, by its name.
+
+    Batches are padded so that ranks send whole blocks even of the narrowest section of a table.
+    """
     modules = require("torchrec.modules.embedding_modules")
     own = {name: m for name, m in model.named_modules() if isinstance(m, modules.EmbeddingBagCollection)}
     stacked = {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingTables)}
@@ -335,13 +351,13 @@ def _refuse_tables(model: nn.Module, name: str, tables: EmbeddingTables) -> Iter
 
 
 def _features(ranker: Any) -> list[tuple[str, str]]:
-    """What a Ranker looks up, in its order: each categorical field, then each history in its own table or another's."""
+    """Return what a Ranker looks up, in order: each categorical field, then each history, which may share a table."""
     schema = ranker.schema
     return [(f.name, f.name) for f in schema.categorical] + [(s.name, s.shares or s.name) for s in schema.sequences]
 
 
 def _make_sharder(how: Distribution, learning_rate: float, wire: Wire | None) -> Any:
-    """A sharder that allows every way on every device; TorchRec's own has row-wise on GPUs only."""
+    """Make a sharder that allows every kind of sharding on every device; TorchRec's allows row-wise on GPUs only."""
     optimizer = require("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_ROWWISE_ADAGRAD
     base = require("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder
     ways = [f"{way}_wise" for way in SHARDINGS]
@@ -360,7 +376,7 @@ def _plan(collection: Any, how: Distribution, sharder: Any, device: torch.device
     narrow = [f"{name} has {width}" for name, (_, width) in tables.items() if width % (4 * how.columns)]
     if how.sharding == "column" and narrow:
         raise ValueError(
-            f"{how.columns} stretches of columns, each a multiple of 4 (FBGEMM), do not fit: {', '.join(narrow)} columns"
+            f"{how.columns} sections of columns, each a multiple of 4 (FBGEMM), do not fit: {', '.join(narrow)} columns"
         )
     held, parts = [0] * world, {}
     for i, name in enumerate(sorted(tables, key=lambda name: -math.prod(tables[name]))):
@@ -373,7 +389,7 @@ def _plan(collection: Any, how: Distribution, sharder: Any, device: torch.device
             rank = held.index(min(held))
             held[rank] += math.prod(tables[name])
             parts[name] = ways.table_wise(rank=rank, compute_kernel="fused")
-    parts = {name: parts[name] for name in tables}  # in the order of the collection
+    parts = {name: parts[name] for name in tables}  # back to the order of the collection
     return ways.construct_module_sharding_plan(
         collection, parts, sharder, local_size=world, world_size=world, device_type=device.type
     )
@@ -381,7 +397,7 @@ def _plan(collection: Any, how: Distribution, sharder: Any, device: torch.device
 
 @torch.no_grad()
 def _fill(dmp: nn.Module, values: dict[str, Tensor]) -> None:
-    """DistributedModelParallel does not carry the values of an unsharded collection over."""
+    """Copy values into the shards: DistributedModelParallel does not copy those of an unsharded collection."""
     held = dmp.state_dict()
     for name, whole in values.items():
         for shard in held[name].local_shards():
@@ -391,7 +407,10 @@ def _fill(dmp: nn.Module, values: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state under the plain model's keys, on every rank: for a model that fits one. The tables of a Ranker are stacked again under `table.weight`."""
+    """Gather the whole state on every rank, under the keys of the plain model. It must fit on one rank.
+
+    The tables of a Ranker are stacked again under `table.weight`.
+    """
     result: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if hasattr(value, "local_shards"):

@@ -1,11 +1,11 @@
-"""Everything a run needs to continue as if it had never stopped: taken as one value, put back as one value.
+"""Take and restore everything that a run needs to continue as if it had never stopped.
 
-Besides weights and optimiser state that is: the position in the data, the counters, the random generators of torch
-(CPU and every GPU), Python and NumPy, the best evaluation so far, and whatever callbacks ask to keep. On a CPU with a
-fixed number of threads a run that is killed and resumed ends with the same bits as one that is not.
+Besides weights and optimizer state that is: the position in the data, the counters, the random generators of torch (CPU
+and every GPU), Python and NumPy, the best evaluation so far, and the state of callbacks. On a CPU with a fixed number
+of threads, a run that is killed and resumed ends bitwise equal to one that is not.
 
-With several processes rank 0's snapshot serves all: weights, optimiser state and data position are the same on every
-rank; the other ranks seed their generators anew from (seed, rank, step), so dropout masks are theirs alone.
+With several processes, rank 0's snapshot serves all: weights, optimizer state and data position are the same on every
+rank. The other ranks reseed their generators from (seed, rank, step), so their dropout masks differ.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), NumPy and Python."""
+    """Seed torch (all devices), NumPy and Python.
+
+    Example:
+        >>> seed_everything(0)
+    """
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def take_snapshot(trainer: Trainer) -> Snapshot:
-    """Copy the state of a run into CPU memory of its own; the run may go on while the copy is written."""
+    """Copy the state of a run to CPU memory; the run may continue while the copy is written."""
     extra, values = dict(_read_generators()), {}
     for callback in trainer.callbacks:
         if (kept := callback.on_checkpoint(trainer)) is not None:
@@ -62,7 +66,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
 
 
 def restore_snapshot(trainer: Trainer, snapshot: Snapshot) -> None:
-    """Put a run into the state of a snapshot; refuses settings that would make it a different run."""
+    """Put a run into the state of a snapshot. Raises for settings that would make it a different run."""
     state, extra = snapshot.state, snapshot.tensors["extra"]
     if changes := trainer.config.changes_since(TrainConfig.from_json(state["config"])):
         raise ValueError(
@@ -88,7 +92,7 @@ def restore_snapshot(trainer: Trainer, snapshot: Snapshot) -> None:
 
 
 def restore_newest(trainer: Trainer, found: list[Path], *, fallback: bool) -> tuple[int, tuple[str, ...]]:
-    """Restore the newest checkpoint, or with `fallback` the newest undamaged one: (its step, what was passed over)."""
+    """Restore the newest checkpoint, or with `fallback` the newest undamaged one. Return its step and those skipped."""
     damaged: list[str] = []
     for path in reversed(found):
         try:
@@ -104,7 +108,7 @@ def restore_newest(trainer: Trainer, found: list[Path], *, fallback: bool) -> tu
 
 
 def find_nonfinite(model: nn.Module) -> list[str]:
-    """Names of parameters with NaN or infinite values, in one pass without a buffer of a table's size."""
+    """Return the names of parameters with NaN or infinite values, in one pass without a buffer of a table's size."""
     named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.numel()]
     named += [
         (f"{name}.weight", part)
@@ -121,7 +125,11 @@ def find_nonfinite(model: nn.Module) -> list[str]:
 
 
 def load_weights(model: nn.Module, path: Path) -> int:
-    """Load only the weights of a checkpoint folder into a model; returns the checkpoint's step."""
+    """Load only the weights of a checkpoint folder into a model, and return the checkpoint's step.
+
+    Example:
+        >>> load_weights(model, find_checkpoints(folder)[-1])
+    """
     snapshot = read_checkpoint(path, groups=("model",))
     _load_model(model, snapshot.tensors["model"], str(path))
     return snapshot.step

@@ -1,8 +1,8 @@
-"""Batches without end: epoch after epoch of a split, with a position that can be saved.
+"""An endless stream of batches: epoch after epoch of a split, with a position that can be saved.
 
-A training run counts steps, not epochs. This iterator opens the next epoch when one is exhausted, in a new order drawn
-from (seed, epoch), and drops the incomplete batch at the end of each, so that every step has the same shape. Its state
-is plain JSON: the epoch, and the split's own position in it.
+A training run counts steps, not epochs. At the end of an epoch the stream opens the next one, in a new order drawn from
+(seed, epoch), and drops the incomplete last batch, so that every step has the same shape. Its state is plain JSON: the
+epoch, and the split's own position in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
     def __next__(self) -> Any: ...
     def state_dict(self) -> dict[str, Any]:
-        """The position, as JSON values."""
+        """Return the position as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -26,17 +26,17 @@ class Batches(Protocol):
 
 
 class Split(Protocol):
-    """One part of a data set, as `loka.data.ranking.Split` has it."""
+    """One part of a data set, as in `loka.data.ranking.Split`."""
 
     def batches(
         self, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, rank: int, world: int, epoch: int
     ) -> Batches:
-        """One epoch in the order of (seed, epoch)."""
+        """Return one epoch, in the order of (seed, epoch)."""
         ...
 
 
 class TrainData(Protocol):
-    """What is trained on and what is evaluated on, as `loka.data.RankingData` has it."""
+    """Data to train and evaluate on, as in `loka.data.RankingData`."""
 
     @property
     def train(self) -> Any:
@@ -45,7 +45,7 @@ class TrainData(Protocol):
 
     @property
     def valid(self) -> Any:
-        """A Split, or None where nothing is evaluated."""
+        """A Split, or None if nothing is evaluated."""
         ...
 
 
@@ -87,11 +87,11 @@ class EpochStream:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position in it."""
+        """Return the epoch and the position in it."""
         return {"epoch": self.epoch, "position": self._batches.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. All ranks are at the same position, so any rank's state serves every rank."""
+        """Continue from a saved state. All ranks are at the same position, so the state of any rank will do."""
         self.epoch = state["epoch"]
         self._batches = self._open()
         position = dict(state["position"])

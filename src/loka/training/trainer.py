@@ -4,15 +4,15 @@
     result = trainer.fit()
 
 One step: draw `accumulate` batches, forward and backward each, clip, update dense parameters and tables, count. Then,
-when due: a log line, an evaluation, a checkpoint. That is all; everything else is a callback or a room of its own.
+when due: a log line, an evaluation, a checkpoint. Everything else is a callback or another module of this room.
 
-What it does not do: wrap the model. For several processes pass a DistributedDataParallel model on each; the loop gives
-every rank its share of the data, logs and saves on rank 0, and decides about bad batches and stopping together.
+It does not wrap the model. For several processes pass a DistributedDataParallel model on each. The loop gives each rank
+its share of the data, logs and saves on rank 0, and decides together about bad batches and stopping.
 
-A loss that is not finite ends the run with NonFiniteLossError, naming step and batch, or is skipped and counted where
+A loss that is not finite ends the run with NonFiniteLossError, naming step and batch, or is skipped and counted if
 `max_bad_batches` allows. On a CPU (and always when skipping) it is noticed before the update; on a GPU at the next log
-line, evaluation or checkpoint, since looking at every loss would stall the device. Nothing bad is ever saved: before a
-checkpoint both losses and weights are checked.
+line, evaluation or checkpoint, since reading every loss would stall the device. Nothing bad is ever saved: losses and
+weights are checked before a checkpoint.
 """
 
 import math
@@ -40,7 +40,20 @@ from loka.training.window import Window
 
 
 class Trainer:
-    """A run in progress; `fit()` drives it to the end. Counters are public and read-only for callbacks."""
+    """A run in progress; `fit()` drives it to the end. Its counters are public, for callbacks to read.
+
+    Args:
+        model: the model, or a DistributedDataParallel wrapper of it.
+        data: train and valid splits.
+        config: settings of the run.
+        loss_fn: (model, batch) -> a scalar loss, and logits or None.
+        evaluate_fn: model -> metrics; None computes loss, NE and AUC on the valid split.
+        callbacks: observers of the run.
+        out: folder for checkpoints.
+
+    Example:
+        >>> Trainer(model, data, TrainConfig(steps=1000), out="runs/x").fit(resume=True)
+    """
 
     def __init__(
         self,
@@ -86,8 +99,13 @@ class Trainer:
     def fit(self, *, resume: bool = False, fallback: bool = False) -> TrainResult:
         """Train to `config.steps` or an early stop.
 
-        `resume` continues from the newest checkpoint of `out` (from the start where there is none). A damaged newest
-        checkpoint raises, unless `fallback` allows the next older one; the result lists what was passed over.
+        Args:
+            resume: continue from the newest checkpoint of `out`, or from the start if there is none.
+            fallback: if the newest checkpoint is damaged, use an older one instead of raising. The result lists those
+                that were skipped.
+
+        Returns:
+            The outcome of the run.
         """
         with (
             precision_scope(self.config.precision, self.device),
@@ -107,7 +125,7 @@ class Trainer:
         return result
 
     def load_best(self) -> None:
-        """Put the weights of the best evaluation into the model."""
+        """Load the weights of the best evaluation into the model."""
         if self.folder is not None:
             load_weights(self.module, read_best(self.folder))
         elif self._best_weights is not None:
@@ -116,7 +134,7 @@ class Trainer:
             raise ValueError("there is no best evaluation yet: set evaluate_every and train first")
 
     def evaluate(self, split: Any = None) -> dict[str, float]:
-        """Metrics on a split (the validation split by default), in the precision of the run."""
+        """Return metrics on a split (by default the validation split), in the precision of the run."""
         if split is None and self.evaluate_fn is not None:
             return self.evaluate_fn(self.module)
         split = self.data.valid if split is None else split
@@ -170,11 +188,11 @@ class Trainer:
             self._log()
 
     def _is_due(self, every: int) -> bool:
-        """Every n-th step and the last one; 0 is never."""
+        """Return True at every n-th step and the last one; never for 0."""
         return every > 0 and (self.step % every == 0 or self.step == self.config.steps)
 
     def _fail(self, error: BaseException) -> None:
-        """Let the checkpoint in flight reach the disk, then tell the callbacks; nothing here hides the error."""
+        """Finish writing the checkpoint in flight, then notify the callbacks. The error itself is not hidden."""
         if self._saver is not None:
             try:
                 self._saver.wait()
@@ -192,7 +210,7 @@ class Trainer:
         if self.config.clip_norm is not None and self.optimizers.dense:
             nn.utils.clip_grad_norm_(self.optimizers.dense, self.config.clip_norm)
         self.optimizers.step()
-        if (update_balance := getattr(self.module, "update_balance", None)) is not None:  # a mixture of experts
+        if (update_balance := getattr(self.module, "update_balance", None)) is not None:  # mixture of experts
             update_balance()
         self.step += 1
 
@@ -225,7 +243,7 @@ class Trainer:
         )
 
     def _check_losses(self) -> None:
-        """Wait for the device and raise if any loss of the window was bad."""
+        """Wait for the device and raise if any loss of the window is not finite."""
         bad = self._window.find_bad()
         if self.ranks.any(bad is not None, self.device):
             raise self._bad_loss(*(bad or (self.step - 1, self.batches - 1)))
@@ -245,14 +263,14 @@ class Trainer:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Keep the time of the block, and of what is queued before it, out of the speed of training."""
+        """Exclude the time of the block, and of what is queued before it, from the speed of training."""
         self._check_losses()
         start = time.perf_counter()
         yield
         self._window_start += time.perf_counter() - start
 
     def _evaluate(self) -> bool:
-        """Evaluate and tell whether it was the best so far."""
+        """Evaluate, and return whether it is the best so far."""
         with self._paused():
             self.metrics = self.evaluate()
             improved = self.monitor.update(self.step, self.metrics)

@@ -1,11 +1,11 @@
-"""The losses since the last log line, read from the device in one go.
+"""The losses since the last log line, read from the device all at once.
 
-Reading a number from a GPU waits for everything queued before it, so the loop keeps each step's loss where it is and
-looks at a whole window at once: the mean for the log, and the first loss that was not finite. On a GPU a bad loss is
-therefore noticed at the next log line, evaluation or checkpoint, always before anything is saved.
+Reading a value from a GPU waits for everything queued before it. So the loop keeps each step's loss on the device, and
+reads a whole window at once: the mean for the log, and the first loss that was not finite. On a GPU a bad loss is
+therefore noticed at the next log line, evaluation or checkpoint, but always before anything is saved.
 
 The training NE of a window is its mean loss over the entropy of the window's own label rates (mean over labels). It is
-a rough gauge for the progress bar; the NE of an evaluation is exact.
+a rough value for the progress bar; the NE of an evaluation is exact.
 """
 
 import math
@@ -26,7 +26,7 @@ class Window:
     _labelled: int = 0
 
     def add(self, step: int, batch: int, loss: Tensor, size: int, labels: Tensor | None) -> None:
-        """Note one batch; touches the device without waiting for it."""
+        """Record one batch, without waiting for the device."""
         self._pending.append((step, batch, loss.detach()))
         self.examples += size
         if labels is not None:
@@ -35,7 +35,7 @@ class Window:
             self._labelled += size
 
     def find_bad(self) -> tuple[int, int] | None:
-        """(step, batch) of the first loss that is not finite; waits for the device."""
+        """Return (step, batch) of the first loss that is not finite; waits for the device."""
         pending, self._pending = self._pending, []
         if not pending:
             return None
@@ -45,11 +45,11 @@ class Window:
         return next(bad, None)
 
     def loss(self) -> float:
-        """Mean loss of the window; call `find_bad` first."""
+        """Return the mean loss of the window; call `find_bad` first."""
         return math.fsum(self._losses) / len(self._losses) if self._losses else math.nan
 
     def ne(self) -> float | None:
-        """Training NE of the window, or None where labels are unknown or all alike."""
+        """Return the training NE of the window, or None if labels are unknown or all equal."""
         if self._positives is None:
             return None
         rates = (self._positives / self._labelled).reshape(-1).tolist()

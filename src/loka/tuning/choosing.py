@@ -96,17 +96,7 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
 
 
 def spell_key(model: nn.Module, unit: UnitPlan, way: str, rows: int) -> str:
-    """Return the key under which a unit's time is cached: everything that decides which kernels run, on what sizes.
-
-    Args:
-        model: contains the unit.
-        unit: the unit.
-        way: how it runs.
-        rows: rows per call.
-
-    Returns:
-        The key, the same for units that run the same kernels.
-    """
+    """Return the key under which a unit's time is cached: everything that decides which kernels run, on what sizes."""
     shape = " ".join(
         f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
         for link in unit.links

@@ -67,13 +67,7 @@ def compare(found: Losses, base: Losses, metric: Any = None) -> Interval:
 def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = False) -> Losses | None:
     """Compute the held-out losses if every example gets the batch's mean prediction, as from a constant model.
 
-    Args:
-        task: the model and how to run it.
-        metric: see `evaluate`.
-        as_trained: see `evaluate`.
-
-    Returns:
-        The losses; None if the model returned nothing that can be averaged.
+    Returns None if the model returned nothing that can be averaged. See `evaluate` for the arguments.
     """
     changed = False
 
@@ -97,15 +91,9 @@ def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = Fals
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model that has run. Its forward may have stored tensors with a graph, which a plain deepcopy refuses.
+    """Copy a model that has run, with tensors detached that have a graph, which a plain deepcopy refuses.
 
-    Examples are the weight of weight_norm, or an activation kept for an auxiliary loss.
-
-    Args:
-        model: any module.
-
-    Returns:
-        The copy, with such tensors detached.
+    A forward may store them: the weight of weight_norm, or an activation for an auxiliary loss.
     """
     left = [t for module in model.modules() for t in tensors_in(dict(vars(module))) if not t.is_leaf]
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in left})
@@ -171,15 +159,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 @contextmanager
 def converted(model: nn.Module, plan: Plan) -> Iterator[Any]:
-    """Convert a model by a plan inside the block, and revert it afterwards.
-
-    Args:
-        model: a model that is not converted.
-        plan: the plan to apply.
-
-    Returns:
-        The conversion, inside the block.
-    """
+    """Convert a model by a plan inside the block, and revert it afterwards. Yields the conversion."""
     done = convert(model, plan)
     try:
         yield done

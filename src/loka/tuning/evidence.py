@@ -77,11 +77,7 @@ class Evidence:
 
 
 def digest(record: msgspec.Struct) -> str:
-    """Return a hash of a record, for use in a key.
-
-    Args:
-        record: a unit.
-    """
+    """Return a hash of a record, for use in a key."""
     return hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:16]
 
 

@@ -84,13 +84,9 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
 
 
 def name_unseen(model: nn.Module) -> list[str]:
-    """Describe matrix products that are not an nn.Linear. They stay in 16-bit, and FLOPs shares do not count them.
+    """Describe matrix products that are not an nn.Linear: they stay in 16-bit, and FLOPs shares do not count them.
 
-    Args:
-        model: any module.
-
-    Returns:
-        One note per reason, with the names of the modules; empty if there are only linears.
+    Returns one note per reason, with the names of the modules.
     """
     linears = {id(module) for _, module in named_sites(model) if isinstance(module, nn.Linear)}
     reasons: dict[str, list[str]] = {}

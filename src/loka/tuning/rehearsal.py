@@ -98,13 +98,7 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
 def leave_chain(call: Call, selection: Selection, error: AnotherPathError) -> list[Offer]:
     """Take apart a chain that the model does not run in the order it was found. Its linears stay in, each by itself.
 
-    Args:
-        call: the call it belongs to.
-        selection: the chain is replaced in it.
-        error: names the chain.
-
-    Returns:
-        The offers of its linears.
+    Returns their offers. The error names the chain.
     """
     offer = next(o for o in selection.offers if o.name == error.chain)
     why = "not as a chain, since the model calls its linears in another order: in a checkpoint, or on another path"

@@ -76,14 +76,9 @@ class Session:
         return taken
 
     def run(self, mods: list[str], *, may_leave_mods: bool) -> Tuning:
-        """Look, choose, verify, and return the record.
+        """Look, choose, verify, and return the record. `mods` are those the model has now.
 
-        Args:
-            mods: mods that the model has now.
-            may_leave_mods: whether they may be dropped if they do not pay: tune applied them, and the user did not ask.
-
-        Returns:
-            The record, without the conversion.
+        With `may_leave_mods` they may be dropped if they do not pay off: tune applied them, and the user did not ask.
         """
         call = self.call
         call.notes += name_unseen(call.task.model)

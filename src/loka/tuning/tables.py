@@ -304,11 +304,7 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
 def describe_part(part: TablePlan | CollectivePlan) -> TunedUnit:
     """Describe a table or a collective as a row of the record: bytes, error and time.
 
-    Args:
-        part: a table or a collective, with its evidence.
-
-    Returns:
-        The row; its way is "high" if it is not converted.
+    Its way is "high" if it is not converted.
     """
     known = part.evidence
     way = part.rows if isinstance(part, TablePlan) else part.codec

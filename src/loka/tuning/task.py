@@ -161,14 +161,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def check_arity(name: str, function: Any, given: int, what: str) -> None:
-    """Raise if a function cannot be called with the number of arguments it will get.
-
-    Args:
-        name: the parameter of `tune`, for the message.
-        function: the user's function.
-        given: number of arguments it will get.
-        what: the arguments, for the message.
-    """
+    """Raise if a function cannot be called with as many arguments as it will get; `what` names them in the message."""
     if not callable(function):
         raise ValueError(f"{name} is {type(function).__name__} {function!r}, expected a function of {what}")
     try:

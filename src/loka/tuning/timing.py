@@ -38,14 +38,7 @@ class NotCapturedError(RuntimeError):
 
 
 def can_time(device: torch.device) -> str | None:
-    """Return why nothing can be timed on a device, or None if it can.
-
-    Args:
-        device: device of the model.
-
-    Returns:
-        The reason, or None.
-    """
+    """Return why nothing can be timed on a device, or None if it can."""
     return None if device.type == "cuda" else f"the model is on {device.type}, where FP8 is emulated"
 
 
@@ -93,15 +86,7 @@ class Fragment(nn.Module):
 
 
 def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]:
-    """Copy the modules of a unit into a fragment.
-
-    Args:
-        model: a model that is not converted.
-        unit: a unit found by `discover`.
-
-    Returns:
-        The fragment, and the unit with the names that its modules have in the fragment.
-    """
+    """Copy the modules of a unit (of `discover`) into a fragment. Return it, and the unit with its names there."""
     import msgspec
 
     modules, parts, links = dict(named_sites(model)), {}, []
@@ -220,14 +205,7 @@ def _compile(task: Task, given: Mapping[str, Any]) -> tuple[Task, nn.Module]:
 
 
 def held_by(model: nn.Module) -> list[Any]:
-    """Return the modules of a model and everything that their attributes hold now.
-
-    Args:
-        model: a model that may change while a graph still reads what it held.
-
-    Returns:
-        Modules, tensors, and objects that hold tensors.
-    """
+    """Return the modules of a model, and all tensors and objects that their attributes hold now."""
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]  # tensors too: their owners may drop them
     return [*modules, *model.parameters(), *model.buffers(), *attributes, *tensors_in(attributes)]
@@ -239,14 +217,9 @@ def _converted_modules(model: nn.Module) -> list[Linear | Chain]:
 
 
 def capture(step: Run, model: nn.Module) -> Captured:
-    """Warm up a step and capture it in a CUDA graph. Raises `NotCapturedError` if it cannot be captured.
+    """Warm up a step and capture it in a CUDA graph, which keeps the step alive and everything it and the model read.
 
-    Args:
-        step: the step; the graph keeps it alive, and with it the inputs it closes over.
-        model: what else the step reads.
-
-    Returns:
-        The captured step.
+    Raises `NotCapturedError` if it cannot be captured.
     """
     # Fragments share one forward. With the default limit, torch.compile gives up after eight of them and runs the rest
     # eagerly, which would time something else.
@@ -312,11 +285,7 @@ def return_workspaces() -> None:
 def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
     """Time runs in turns, so that disturbances of the GPU affect all of them alike.
 
-    Args:
-        runs: what to time, by name.
-
-    Returns:
-        Microseconds by name: the median of every turn.
+    Returns microseconds by name: the median of every turn.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     once = {name: _replay(go, 1) for name, go in runs.items()}
@@ -347,16 +316,7 @@ def _replay(go: Run, count: int) -> float:
 
 
 def compare(times: Mapping[str, list[float]], name: str, base: str) -> Interval:
-    """Return the speed-up of one run over another: the median over turns, with the worst and the best turn.
-
-    Args:
-        times: result of `time_in_turns`.
-        name: the run.
-        base: the run to compare with.
-
-    Returns:
-        The speed-up.
-    """
+    """Return the speed-up of one run over another: the median over turns, with the worst and the best turn."""
     ratios = [b / a for a, b in zip(times[name], times[base], strict=True)]
     return Interval(value=statistics.median(ratios), low=min(ratios), high=max(ratios))
 

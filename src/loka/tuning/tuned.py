@@ -23,14 +23,7 @@ class TuningReport:
     record: Tuning
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained page.
-
-        Args:
-            path: the file.
-
-        Returns:
-            The path.
-        """
+        """Write one self-contained page and return its path."""
         done = [] if self.record.conversion is None else [self.record.conversion]
         write_html(Results.of([self.record, *done]), path)
         return Path(path)
@@ -79,14 +72,7 @@ class Tuned:
         return revert(self.model, discard=mods) if self.conversion is not None else 0
 
     def save(self, folder: str | Path) -> Path:
-        """Write plan, conversion, record and report into a folder.
-
-        Args:
-            folder: made where it is missing.
-            folder: created if it does not exist.
-        Returns:
-            The folder.
-        """
+        """Write plan, conversion, record and report into a folder, and return it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.plan.save(folder / "plan.json")

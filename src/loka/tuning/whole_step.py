@@ -179,16 +179,9 @@ def _time(call: Call, runs: Mapping[str, timing.Captured]) -> dict[str, list[flo
 
 
 def capture_steps(call: Call, kind: str) -> dict[str, timing.Captured]:
-    """Compile the whole step in every mode and capture it.
+    """Compile the whole step in every mode and capture it. Return the steps by run name, which begins with `kind`.
 
     If a mode other than the default fails, it is left out and a note says so.
-
-    Args:
-        call: provides the step and the compile modes.
-        kind: prefix of the run names ("bf16", `LAYOUT`, "loka").
-
-    Returns:
-        The captured steps by run name.
     """
     found = {}
     for compiler in call.compilers:
@@ -212,13 +205,7 @@ def name_run(kind: str, compiler: str) -> str:
 
 
 def say_compiler(name: str) -> str | None:
-    """Say how to compile a run, unless it was compiled with the default.
-
-    Args:
-        name: name of the run (`name_run`).
-
-    Returns:
-        A sentence, or None.
+    """Say how to compile a run (named by `name_run`); None if it was compiled with the default.
 
     Example:
         >>> say_compiler("loka max-autotune")
