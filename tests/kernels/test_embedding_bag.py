@@ -151,7 +151,7 @@ def test_what_is_no_lookup_is_refused(indices: list, offsets: list | None, optio
     [
         ("int8:tensor", "one float32 scale each"),
         ("int8:row:stochastic", "update"),
-        ("fp8", "rows are"),
+        ("fp8", "unknown row format"),
         ("e2m1:row", "one float32 scale"),
     ],
 )

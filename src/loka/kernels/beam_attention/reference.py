@@ -58,7 +58,7 @@ def ancestors(
 def collect(
     k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, *, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values [P + 1, R, B, H, D] of every beam, the new ones last; with `keep`, also cache the new ones."""
+    """Return every beam's keys and values [P + 1, R, B, H, D], the new ones last; with `keep`, cache those too."""
     steps, beams = ancestors.shape[0], k.shape[1]
     where = ancestors.long()[..., None, None].expand(-1, -1, -1, *k.shape[2:])
     if keep:

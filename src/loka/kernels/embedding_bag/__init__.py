@@ -1,4 +1,4 @@
-"""embedding_bag: rows of a table in any precision, looked up one by one or pooled in bags."""
+"""embedding_bag: look up rows of a table in any precision, one by one or pooled in bags."""
 
 # not `import torch`: a backend of that name is a submodule
 from torch import Tensor, compiler, dtype, float32, int32, int64
@@ -20,22 +20,22 @@ def embedding_bag(
     out_dtype: dtype = float32,
     backend: str = "auto",
 ) -> Tensor:
-    """Look rows up.
+    """Look up rows of an embedding table, pooled by bag or one by one.
 
     Args:
         rows: the table.
         indices: int64 or int32 [L].
-        offsets: [B + 1]: bag b is items offsets[b] to offsets[b + 1]; may be empty, and is then zero. None: every item on its own.
-        weights: of the items, [L]; with `mode="sum"` only.
-        mode: `sum` or `mean` of a bag; `item` where there are no offsets.
-        out_dtype: of the result; sums are kept in float32.
-        backend: by name, or `auto`.
+        offsets: [B + 1]; bag b is items offsets[b] to offsets[b + 1]. An empty bag gives zeros. None: no pooling.
+        weights: of the items, [L]; only with `mode="sum"`.
+        mode: `sum` or `mean`; ignored without offsets.
+        out_dtype: of the result. Sums are accumulated in float32.
+        backend: a name of the registry, or "auto".
 
     Returns:
         [B, D], or [L, D] without offsets.
 
     Raises:
-        ValueError: an index is out of range (checked on the CPU; a GPU kernel answers NaN), or shapes do not fit.
+        ValueError: an index is out of range (checked on the CPU; a GPU kernel returns NaN), or shapes do not fit.
 
     Example:
         >>> rows = Rows.of(torch.randn(100, 16), "int8:row")
@@ -45,32 +45,30 @@ def embedding_bag(
     mode = "item" if offsets is None else mode
     check_items(rows, indices, offsets, weights)
     bags = len(indices) if offsets is None else len(offsets) - 1
-    call = BagCall(
-        rows.count,
-        rows.width,
-        bags,
-        len(indices),
-        rows.kind,
-        mode,
-        weights is not None,
-        rows.hot is not None,
-        out_dtype,
-    )
+    weighted, hot = weights is not None, rows.hot is not None
+    call = BagCall(rows.count, rows.width, bags, len(indices), rows.kind, mode, weighted, hot, out_dtype)
     chosen = pick("embedding_bag", backend, call, rows.data.device)
     result: Tensor = chosen.backend.run(rows, indices, offsets, weights=weights, mode=mode, out_dtype=out_dtype)
     return result
 
 
 def check_items(rows: Rows, indices: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
-    """Shapes always; values where looking at them costs no synchronisation."""
+    """Check shapes, and on the CPU also values: on a GPU that would cost a synchronization.
+
+    Args:
+        rows, indices, offsets, weights: as in `embedding_bag`.
+
+    Example:
+        >>> check_items(rows, torch.tensor([3, 5]), None, None)
+    """
     if indices.dim() != 1 or indices.dtype not in (int64, int32):
         raise ValueError(
-            f"indices are int64 or int32 [L], got {indices.dtype} {tuple(indices.shape)}; hint: indices.reshape(-1)"
+            f"indices must be int64 or int32 [L], got {indices.dtype} {tuple(indices.shape)}; hint: indices.reshape(-1)"
         )
     if weights is not None and weights.shape != indices.shape:
         raise ValueError(f"one weight per item: expected {tuple(indices.shape)}, got {tuple(weights.shape)}")
     if offsets is not None and (offsets.dim() != 1 or len(offsets) < 1):
-        raise ValueError(f"offsets are [bags + 1], the last one the number of items; got {tuple(offsets.shape)}")
+        raise ValueError(f"offsets must be [bags + 1], ending with the number of items; got {tuple(offsets.shape)}")
     if indices.device.type != "cpu" or compiler.is_compiling():
         return
     bad = (indices < 0) | (indices >= rows.count)
@@ -85,4 +83,4 @@ def check_items(rows: Rows, indices: Tensor, offsets: Tensor | None, weights: Te
         )
 
 
-load("embedding_bag")  # not in a call, which may be compiled: torch.compile cannot trace an import
+load("embedding_bag")  # at import: torch.compile cannot trace an import inside a call

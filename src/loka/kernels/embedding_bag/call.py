@@ -1,4 +1,4 @@
-"""A lookup in an embedding table, described without tensors."""
+"""A call of `embedding_bag`, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,20 @@ MODES = ("sum", "mean", "item")
 
 @dataclass(frozen=True)
 class BagCall:
-    """`items` rows of `width` out of `rows`, added up or averaged in `bags` bags, or each on its own (`mode="item"`, bags == items)."""
+    """A call of `embedding_bag`.
+
+    Args:
+        rows, width: size of the table.
+        bags, items: bags of the result and rows looked up; equal with `mode="item"`.
+        kind: row format, as `parse_rows` reads it.
+        mode: `sum`, `mean` or `item` (no pooling).
+        weighted: items have weights.
+        hot: some rows are kept in float32 (`Rows.hot`).
+        out_dtype: of the result.
+
+    Example:
+        >>> call = BagCall(rows=1_000_000, width=64, bags=4096, items=81920, kind="int8:row")
+    """
 
     rows: int
     width: int
@@ -24,10 +37,10 @@ class BagCall:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(
-                f"bags are pooled by {', '.join(MODES)}, not {self.mode!r}; max has no gradient for all its items"
+                f"mode must be {', '.join(MODES)}, not {self.mode!r}; max has no gradient for most of its items"
             )
         if self.weighted and self.mode != "sum":
-            raise ValueError(f"weights per sample belong to sums, as in torch, not to {self.mode!r}")
+            raise ValueError(f"per-sample weights belong to sums, as in torch, not to {self.mode!r}")
 
     def __str__(self) -> str:
         options = [self.mode] + ["weighted"] * self.weighted + ["hot rows"] * self.hot

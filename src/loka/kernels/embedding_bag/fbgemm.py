@@ -1,7 +1,8 @@
-"""FBGEMM's table lookup for inference, on float32 and float16 rows as they lie, without a copy. Only by name: with it `auto` would give other last bits on machines that have it.
+"""FBGEMM's table lookup for inference, on float32 and float16 rows, without copying them.
 
-Its 8- and 4-bit rows carry a 16-bit scale and shift inside the row, ours a float32 scale beside it: to read them it would have to round the scales, which nobody asked for. `loka.nn.quantized_collection`
-goes the other way and reads TorchRec's rows into ours.
+`auto` never picks it: the last bits of results would depend on whether it is installed. FBGEMM's 8-bit and 4-bit rows
+have a 16-bit scale and shift inside the row, ours a float32 scale, which FBGEMM would have to round.
+`loka.nn.quantized_collection` goes the other way and converts TorchRec's rows to ours.
 """
 
 import torch
@@ -19,15 +20,15 @@ _POOLING = {"sum": 0, "mean": 1}
 
 
 def supports(call: BagCall, device: torch.device) -> Verdict:
-    """float32 and float16 rows on the CPU."""
+    """Accept float32 and float16 rows on the CPU."""
     if call.kind not in _TYPES:
         return no(f"reads float32 and float16 rows; of {call.kind} it would round the scales")
     if call.hot:
-        return no("knows no rows that are kept elsewhere")
+        return no("does not support tables with some rows kept in float32")
     if call.out_dtype not in _OUT:
         return no(f"writes float32, float16 and bfloat16, not {call.out_dtype}")
     if device.type != "cpu":
-        return no("runs on the CPU here; its GPU kernels have not been proved right")
+        return no("runs on the CPU only: its GPU kernels have not been verified here")
     return require_library(_MODULE, "torchrec")
 
 
@@ -40,7 +41,7 @@ def run(
     mode: str = "sum",
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """See `reference.run`. Single items are bags of one."""
+    """See `loka.kernels.embedding_bag.embedding_bag`. Without offsets, every item is a bag of one."""
     import fbgemm_gpu  # noqa: F401  registers the operators
 
     starts = torch.arange(len(indices) + 1) if offsets is None else offsets

@@ -1,4 +1,4 @@
-"""The law of lookups: rows as float32, times their weights, added up in float32 in the order of the items, rounded once to the output's type."""
+"""The reference for lookups: float32 rows times their weights, summed in float32 in item order, rounded once."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from loka.kernels.embedding_bag.rows import Rows
 
 
 def supports(call: BagCall, device: torch.device) -> Verdict:
-    """Everything torch runs on."""
+    """Accept every call."""
     return YES
 
 
@@ -22,7 +22,7 @@ def run(
     mode: str = "sum",
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """indices [L], offsets [B + 1] or None for single items -> [B, D] or [L, D]."""
+    """See `loka.kernels.embedding_bag.embedding_bag`."""
     values = rows.take(indices)
     if weights is not None:
         values = values * weights.float().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Our lookup: one program a bag, many rows in flight, sums in float32. See `triton_kernels`."""
+"""Triton lookup: many rows in flight, sums in float32. See `triton_kernels`."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ _READ = (E4M3.name, INT8.name, INT4.name)
 
 
 def supports(call: BagCall, device: torch.device) -> Verdict:
-    """Float, int8, E4M3 and int4 rows up to 2,048 wide."""
-    # by its name: torch 2.11 cannot trace how a Spec is made
+    """Accept float, int8, E4M3 and int4 rows up to 2,048 wide."""
+    # compare names: torch 2.11 cannot trace the construction of a Spec
     if call.kind not in FLOATS and call.kind.partition(":")[0] not in _READ:
         return no(f"reads float, int8, e4m3 and int4 rows, not {call.kind}")
     if not 1 <= call.width <= WIDEST:
@@ -35,7 +35,7 @@ def run(
     mode: str = "sum",
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """See `reference.run`; an index that is no row gives NaN."""
+    """See `loka.kernels.embedding_bag.embedding_bag`. An index out of range gives NaN."""
     from loka.kernels.embedding_bag import triton_ops
 
     result: Tensor = invoke(

@@ -1,11 +1,14 @@
-"""Lookups at the speed of memory: a program owns G bags and asks for U items of each at a time, whole rows, before it adds up the first.
+"""Lookups at memory speed: a program handles G bags and loads U whole rows of each before it adds up the first.
 
-    item     G x BD codes in the type of the table, one item of every bag: 16 bytes of a row to a thread (4 where scales lie between the rows), as many bags beside each other as 32 threads hold
-    total    float32, G x BD; an item is made float32 and added when its turn comes, so that what waits for memory are bytes, in a quarter of the registers
+    item     G x BD codes in the table's dtype, one item of every bag: 16 bytes of a row per thread (4 with inline
+             scales), as many bags side by side as 32 threads hold
+    total    float32, G x BD; an item is converted to float32 just before it is added, so that pending loads hold bytes
+             and need a quarter of the registers
 
-What limits a lookup is how many reads are under way, not arithmetic: with U = 8 and 118 registers an SM has 70 KB on their way. The scale, one float32 a row, is read beside it: from the end of
-the row, which the same access to memory brings, or from an array of its own. A row outside the table answers NaN and reads nothing. Rows that are kept high (`slot` >= 0) are read
-from `hot` instead, and not from the table.
+A lookup is limited by the number of reads in flight, not by arithmetic: with U = 8 and 118 registers an SM has 70 KB in
+flight. The scale, one float32 per row, is read from the end of the row, in the same memory access, or from an array of
+its own. A row outside the table gives NaN and reads nothing. Hot rows (`slot` >= 0) are read from `hot`, not from the
+table.
 """
 
 import torch
@@ -20,7 +23,7 @@ from loka.kernels.triton_launcher import quick
 
 @triton.jit
 def load_codes(data_ptr, row, there, D: tl.constexpr, STRIDE: tl.constexpr, INT4: tl.constexpr, BD: tl.constexpr):
-    """[R, BD] codes, or [R, BD / 2] bytes of two; zero where not `there`."""
+    """Load [R, BD] codes, or [R, BD / 2] bytes of two int4 codes; zero where not `there`."""
     BYTES: tl.constexpr = BD // 2 if INT4 else BD
     LAST: tl.constexpr = D // 2 if INT4 else D
     column = tl.arange(0, BYTES)[None, :]
@@ -32,7 +35,7 @@ def load_codes(data_ptr, row, there, D: tl.constexpr, STRIDE: tl.constexpr, INT4
 
 @triton.jit
 def load_scales(scale_ptr, row, there, STEP: tl.constexpr, SCALED: tl.constexpr):
-    """[R, 1] float32; one where the rows have none."""
+    """Load [R, 1] float32 scales; ones if the rows have none."""
     if SCALED:
         return tl.load(scale_ptr + row[:, None] * STEP, there[:, None], other=1.0, eviction_policy="evict_last")
     else:
@@ -41,7 +44,7 @@ def load_scales(scale_ptr, row, there, STEP: tl.constexpr, SCALED: tl.constexpr)
 
 @triton.jit
 def load_kept(slot_ptr, hot_ptr, row, there, D: tl.constexpr, HOT: tl.constexpr, BD: tl.constexpr):
-    """Which of the rows [R] are kept high, and their values [R, BD]."""
+    """Return which of the rows [R] are hot, and their float32 values [R, BD]."""
     if HOT:
         slot = tl.load(slot_ptr + row, there, other=-1)
         kept = there & (slot >= 0)
@@ -54,10 +57,10 @@ def load_kept(slot_ptr, hot_ptr, row, there, D: tl.constexpr, HOT: tl.constexpr,
 
 @triton.jit
 def decoded(codes, scale, kept, high, HOT: tl.constexpr, INT4: tl.constexpr, BD: tl.constexpr):
-    """[R, BD] float32 of what the loads brought."""
+    """Decode loaded rows to float32 [R, BD]."""
     if INT4:
         byte = codes.to(tl.int32)
-        low = ((byte << 28) >> 28).to(tl.float32) * scale  # with its sign
+        low = ((byte << 28) >> 28).to(tl.float32) * scale  # sign-extended
         values = tl.reshape(tl.join(low, ((byte << 24) >> 28).to(tl.float32) * scale), (codes.shape[0], BD))
     else:
         values = widened(codes) * scale
@@ -86,7 +89,7 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
             there = there & known
             high = load_kept(slot_ptr, hot_ptr, row, there, D, HOT, BD)
             low = there & (high[0] == 0)
-            codes = codes + (load_codes(data_ptr, row, low, D, STRIDE, INT4, BD),)  # noqa: RUF005  Triton unpacks no tuple here
+            codes = codes + (load_codes(data_ptr, row, low, D, STRIDE, INT4, BD),)  # noqa: RUF005  Triton cannot unpack tuples here
             scales = scales + (load_scales(scale_ptr, row, low, STEP, SCALED),)  # noqa: RUF005
             kept = kept + high
         for i in tl.static_range(U):
@@ -125,7 +128,11 @@ def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, weight_ptr, out_ptr
 
 
 def tile_of(width: int, item_bytes: float) -> tuple[int, int, int, int]:
-    """Items, bags and columns of a tile, and warps: 16 bytes of a row to a thread, of 8 items at a time, or of 4 where they hold 16 values or more: 8 took a fourth longer on an H200."""
+    """Choose items, bags and columns of a tile, and warps.
+
+    A thread reads 16 bytes of a row, of 8 items at a time; of 4 if those are 16 values or more, where 8 took a fourth
+    longer on an H200.
+    """
     columns = max(16, next_power_of_2(width))
     row_bytes = int(columns * item_bytes)
     warps = min(8, max(1, row_bytes // 512))
@@ -147,7 +154,7 @@ def look_up(
     out_dtype: torch.dtype,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """Pooled rows [B, D], or single ones [L, D] without offsets. `tile` is for trying others than `tile_of` chooses."""
+    """Return pooled rows [B, D], or single rows [L, D] without offsets. `tile` overrides `tile_of`, for tuning."""
     width = data.shape[1] * (2 if int4 else 1)
     items, bags = indices.shape[0], indices.shape[0] if offsets is None else offsets.shape[0] - 1
     out = torch.empty(bags, width, dtype=out_dtype, device=data.device)

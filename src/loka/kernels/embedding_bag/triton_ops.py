@@ -1,4 +1,4 @@
-"""The Triton lookup as one torch op, so that torch.compile sees a call and not Python."""
+"""The Triton lookup as a torch op, so that torch.compile does not trace the launch code."""
 
 import torch
 from torch import Tensor

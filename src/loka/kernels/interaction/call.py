@@ -1,4 +1,4 @@
-"""A Wukong layer around its tower, described without tensors."""
+"""Calls of the interaction kernels, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,19 @@ from loka.formats import QTensor
 
 @dataclass(frozen=True)
 class InteractionCall:
-    """n vectors of width d in; n_l linear mixtures and n_f vectors from the tower out; k mixtures inside. `project`: the residual is W_r X."""
+    """The sizes of a Wukong layer.
+
+    Args:
+        rows: examples in the batch.
+        n, d: number and width of the input vectors.
+        k: mixtures that the input vectors are multiplied by.
+        n_l, n_f: output vectors that are linear mixtures, and that come from the tower.
+        project: the residual is W_r X, not X.
+        dtype: of x.
+
+    Example:
+        >>> call = InteractionCall(rows=8192, n=64, d=128, k=32, n_l=32, n_f=32, project=False)
+    """
 
     rows: int
     n: int
@@ -25,11 +37,13 @@ class InteractionCall:
         if min(self.n, self.d, self.k, self.n_l, self.n_f) < 1 or self.rows < 0:
             raise ValueError(f"an interaction needs positive counts, got {self}")
         if not self.project and self.n != self.n_l + self.n_f:
-            raise ValueError(f"x itself is the residual of {self.n_l + self.n_f} vectors, but has {self.n}: project it")
+            raise ValueError(
+                f"the residual x has {self.n} vectors, the output {self.n_l + self.n_f}; hint: project it, project=True"
+            )
 
     @property
     def weights(self) -> int:
-        """Rows of the FeatureMix."""
+        """Return the number of rows of W_l, W_k and W_r together."""
         return self.n_l + self.k + (self.n_l + self.n_f if self.project else 0)
 
     def __str__(self) -> str:
@@ -39,9 +53,16 @@ class InteractionCall:
 
 @dataclass(frozen=True)
 class Interacted:
-    """The tower's input [B, n k] in FP8; next x [B, n_f + n_l, d], its first n_f vectors not written yet; their residual [B, n_f, d].
+    """The result of `interact`.
 
-    `rstd` [B, n_f + n_l] is what the norm of next divided by, kept for backward where asked and empty otherwise; its first n_f are written by `finish` too.
+    Args:
+        products: the tower's input [B, n k] in FP8.
+        next: the next x [B, n_f + n_l, d]; `finish` writes its first n_f vectors.
+        residual: of those, [B, n_f, d].
+        rstd: of the norm of next, [B, n_f + n_l]; empty without `keep`. `finish` writes the first n_f.
+
+    Example:
+        >>> q = interact(x, weight, call, scale).products
     """
 
     products: QTensor

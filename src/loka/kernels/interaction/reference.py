@@ -1,4 +1,4 @@
-"""The law: the layer's equations, one after the other, with the mixtures rounded to the type of x as a GEMM leaves them."""
+"""The reference: the layer's equations one by one, with mixtures rounded to x's dtype, as a GEMM would."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from loka.kernels.interaction.call import Interacted, InteractionCall
 
 
 def supports(call: InteractionCall, device: torch.device) -> Verdict:
-    """Everything: this is emulation."""
+    """Accept every call."""
     return YES
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Blocks of 256 of the last dimension; the tail over its own width."""
+    """Apply BlockNorm to blocks of 256 of the last dimension; the last block is normalized over its own width."""
     parts = [
         part * torch.rsqrt(part.square().mean(-1, keepdim=True) + NORM_EPS) for part in torch.split(x, NORM_BLOCK, -1)
     ]
@@ -27,7 +27,7 @@ def _rstd(x: Tensor) -> Tensor:
 
 
 def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep: bool = False) -> Interacted:
-    """Products for the tower, and the half of the next x that does not wait for it."""
+    """See `loka.kernels.interaction.interact`."""
     wide, rows = x.float(), weight.to(x.dtype).float()
     mixed = torch.matmul(rows, wide)
     linear, mixtures = mixed[:, : call.n_l], mixed[:, call.n_l : call.n_l + call.k].to(x.dtype).float()
@@ -44,7 +44,7 @@ def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep
 
 
 def finish(made: Interacted, tower: Tensor, call: InteractionCall) -> Tensor:
-    """Norm of the tower's vectors and their residual, into the first half."""
+    """See `loka.kernels.interaction.finish`."""
     summed = tower.reshape(-1, call.n_f, call.d).float() + made.residual.float()
     made.next[:, : call.n_f] = (summed * _rstd(summed)[..., None]).to(made.next.dtype)
     if made.rstd.numel():
@@ -53,13 +53,13 @@ def finish(made: Interacted, tower: Tensor, call: InteractionCall) -> Tensor:
 
 
 def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
-    """dS = rstd (g - N mean(g N)) with N = S rstd, the next x."""
+    """Compute dS = rstd (g - N mean(g N)) with N = S rstd, the next x."""
     g, n = g.float(), following.float()
     return (rstd[..., None] * (g - n * (g * n).mean(-1, keepdim=True))).to(following.dtype)
 
 
 def gradient(x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, call: InteractionCall) -> tuple[Tensor, Tensor]:
-    """dx and dW (float32) from the gradient of the normalised products and that of the sums before the last norm."""
+    """See `loka.kernels.interaction.interact_gradient`."""
     wide, rows = x.float(), weight.to(x.dtype).float()
     w_l, w_k, w_r = rows[: call.n_l], rows[call.n_l : call.n_l + call.k], rows[call.n_l + call.k :]
     mixtures = torch.matmul(w_k, wide).to(x.dtype).float()

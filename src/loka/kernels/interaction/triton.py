@@ -1,4 +1,4 @@
-"""The interaction on Hopper: one program per example holds its x [n, d] and multiplies it with everything that needs it."""
+"""Triton interaction for Hopper: a program loads x [n, d] of an example once for all products. See `triton_kernels`."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,18 @@ from loka.kernels.interaction.call import Interacted, InteractionCall
 from loka.kernels.op import invoke
 from loka.kernels.triton_device import triton_runs_on
 
-LARGEST_N, LARGEST_D, LARGEST_ROWS = 128, 128, 64  # x, three weights and the products of one example fit into a program
+# up to these, x, three weights and the products of one example fit into a program
+LARGEST_N, LARGEST_D, LARGEST_ROWS = 128, 128, 64
 
 
 def supports(call: InteractionCall, device: torch.device) -> Verdict:
-    """16-bit x whose one example fits into a program."""
+    """Accept 16-bit x if one example fits into a program."""
     possible = fits(call)
     return triton_runs_on(device) if possible else possible
 
 
 def fits(call: InteractionCall) -> Verdict:
-    """The same, whatever the machine: for plans made elsewhere."""
+    """Check the call regardless of the device, for plans made on another machine."""
     if call.dtype not in (torch.bfloat16, torch.float16):
         return no(f"reads bf16 and fp16, not {call.dtype}")
     if call.n > LARGEST_N or call.d > LARGEST_D:
@@ -28,12 +29,12 @@ def fits(call: InteractionCall) -> Verdict:
     if max(call.k, call.n_l, call.n_f) > LARGEST_ROWS:
         return no(f"holds at most {LARGEST_ROWS} mixtures of a kind, not k={call.k}, n_l={call.n_l}, n_f={call.n_f}")
     if call.d % 16 or call.n % 16:
-        return no(f"n and d are multiples of 16, not {call.n} and {call.d}")
+        return no(f"n and d must be multiples of 16, not {call.n} and {call.d}")
     return YES
 
 
 def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep: bool = False) -> Interacted:
-    """One kernel."""
+    """See `loka.kernels.interaction.interact`."""
     from loka.kernels.interaction import triton_ops
 
     x = x.contiguous()
@@ -45,7 +46,7 @@ def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep
 
 
 def finish(made: Interacted, tower: Tensor, call: InteractionCall) -> Tensor:
-    """One kernel, into the half that is missing."""
+    """See `loka.kernels.interaction.finish`."""
     from loka.kernels.interaction import triton_ops
 
     invoke(triton_ops.finish, made.next, tower.contiguous(), made.residual, made.rstd, call.n_f)
@@ -53,7 +54,7 @@ def finish(made: Interacted, tower: Tensor, call: InteractionCall) -> Tensor:
 
 
 def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
-    """One kernel."""
+    """See `loka.kernels.interaction.norm_gradient`."""
     from loka.kernels.interaction import triton_ops
 
     result: Tensor = invoke(triton_ops.norm_gradient, g.contiguous(), following, rstd)
@@ -61,7 +62,7 @@ def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
 
 
 def gradient(x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, call: InteractionCall) -> tuple[Tensor, Tensor]:
-    """One kernel, and the sum of its parts of dW."""
+    """See `loka.kernels.interaction.interact_gradient`."""
     from loka.kernels.interaction import triton_ops
 
     operands = x, weight.to(x.dtype).contiguous(), dq.contiguous(), ds

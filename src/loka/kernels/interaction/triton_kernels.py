@@ -1,10 +1,11 @@
-"""A Wukong layer around its tower. Memory-bound: x is read once, everything made of it is written once.
+"""A Wukong layer except for its tower. Memory-bound: x is read once, and every result is written once.
 
-Unfused this is a batched GEMM, another, a norm, a quantiser, a concatenation, an addition and a norm: each reads or writes B n d elements again. On an
-H200 they take longer than the FP8 tower between them (NOTES.md).
+Unfused this is two batched GEMMs, a norm, a quantizer, a concatenation, an addition and a norm, each of which reads or
+writes B n d elements again. On an H200 they take longer than the FP8 tower between them (NOTES.md).
 
-One program walks over examples. Of one example it holds x [n, d] and multiplies it by the rows of W_l, W_k (and W_r) with small tensor-core products; the
-flattened products are normalised in blocks of 256, which do not end where a vector's k products do: two sums a vector, one for each block it may lie in.
+A program loops over examples. It holds x [n, d] of one example and multiplies it by the rows of W_l, W_k (and W_r) with
+small tensor core products. The flattened products are normalized in blocks of 256, whose ends are not aligned with the
+k products of a vector: each vector has two sums, one for each block that it may be in.
 """
 
 import torch
@@ -22,7 +23,7 @@ _EPS = tl.constexpr(NORM_EPS)
 _BLOCK = tl.constexpr(NORM_BLOCK)
 _PER_PROCESSOR = 3
 _GRADIENT_PER_PROCESSOR = 2
-_SHARED = 227 * 1024  # bytes of a Hopper multiprocessor that a program may take
+_SHARED = 227 * 1024  # bytes of shared memory that a program may use on Hopper
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _mix(
     BN: tl.constexpr,
     PREROUND: tl.constexpr,
 ):
-    """Rows first .. first + count of W times x [n, d], in float32."""
+    """Multiply `count` rows of W from `first` by x [n, d], with a float32 result."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BN)
     inside = (row < count)[:, None] & (column < N)[None, :]
     weight = tl.load(weight_ptr + (first + row)[:, None] * N + column[None, :], inside, other=0.0)
@@ -45,7 +46,10 @@ def _mix(
 
 @triton.jit
 def _places(N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where products [n, k] lie in the flat row: a vector's k products are in at most two blocks of 256, that of its first product and the next."""
+    """Return where products [n, k] are in the flat row.
+
+    A vector's k products are in at most two blocks of 256: that of its first product (`in_first`) and the next.
+    """
     vector, mixture, block = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BLOCKS)
     flat = vector[:, None] * K + mixture[None, :]
     real = (vector < N)[:, None] & (mixture < K)[None, :]
@@ -58,7 +62,7 @@ def _places(N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 
 @triton.jit
 def _block_mean(values, late, in_first, in_next, width):
-    """Means over the blocks of 256 of values [n, k], zero outside."""
+    """Return the means over the blocks of 256 of values [n, k], which are zero outside."""
     early_sum, late_sum = tl.sum(tl.where(late, 0.0, values), 1), tl.sum(tl.where(late, values, 0.0), 1)
     share = tl.where(in_first, early_sum[:, None], 0.0) + tl.where(in_next, late_sum[:, None], 0.0)
     return tl.sum(share, 0) / width
@@ -66,7 +70,7 @@ def _block_mean(values, late, in_first, in_next, width):
 
 @triton.jit
 def _spread(per_block, late, in_first, in_next):
-    """The number of its block for every product."""
+    """Return, for every product, the value of its block."""
     early = tl.sum(tl.where(in_first, per_block[None, :], 0.0), 1)
     beyond = tl.sum(tl.where(in_next, per_block[None, :], 0.0), 1)
     return tl.where(late, beyond[:, None], early[:, None])
@@ -146,7 +150,7 @@ def _finish(next_ptr, tower_ptr, residual_ptr, rstd_ptr, next_stride, residual_s
 def _norm_gradient(
     g_ptr, next_ptr, rstd_ptr, ds_ptr, D: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):
-    """dS = rstd (g - N mean(g N)) for the vectors of one example: N = S rstd is the next x, so nothing else was kept."""
+    """Compute dS = rstd (g - N mean(g N)) for the vectors of one example; N = S rstd is the next x."""
     example = tl.program_id(0).to(tl.int64)
     g = _load_vectors(g_ptr + example * ROWS * D, 0, ROWS, D, BR, BD).to(tl.float32)
     n = _load_vectors(next_ptr + example * ROWS * D, 0, ROWS, D, BR, BD).to(tl.float32)
@@ -160,7 +164,7 @@ def _norm_gradient(
 def _weights(
     weight_ptr, first: tl.constexpr, count: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
 ):
-    """Rows of W, transposed: [n, rows]."""
+    """Load rows of W, transposed to [n, rows]."""
     vector, row = tl.arange(0, BN), tl.arange(0, ROWS)
     inside = (vector < N)[:, None] & (row < count)[None, :]
     return tl.load(weight_ptr + (first + row)[None, :] * N + vector[:, None], inside, other=0.0)
@@ -181,7 +185,7 @@ def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
                        N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, NL: tl.constexpr, NF: tl.constexpr,
                        BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, BO: tl.constexpr,
                        BLOCKS: tl.constexpr, PROJECT: tl.constexpr, PROGRAMS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """dx of a layer and this program's part of dW. Mixtures and products are computed again from x: cheaper than keeping them."""
+    """Compute dx and this program's part of dW. Recomputing mixtures and products is cheaper than keeping them."""
     flat, real, late, in_first, in_next, width = _places(N, K, BN, BK, BLOCKS)
     OUT: tl.constexpr = NF + NL
     dw_l = tl.zeros((BL, BN), tl.float32)
@@ -221,30 +225,36 @@ def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
         _store_partial(mine, NL + K, OUT, N, dw_r, BO, BN)
 
 
-def _power(count: int) -> int:
+def _padded(count: int) -> int:
     return max(16, next_power_of_2(count))
 
 
-def _launch(stage: int, most: int, warps: int) -> dict[str, int]:
-    """`most` stages, or as many as fit: a stage holds `stage` 16-bit numbers of an example and of W, the rest is under 16 KiB."""
+def _launch_options(stage: int, most: int, warps: int) -> dict[str, int]:
+    """Return launch options with `most` stages, or as many as fit.
+
+    A stage holds `stage` 16-bit elements of an example and of W; everything else takes less than 16 KiB.
+    """
     return {"num_warps": warps, "num_stages": max(1, min(most, (_SHARED - 16 * 1024) // (2 * stage)))}
 
 
 def forward_launch(bn: int, bd: int, bk: int, bl: int, bf: int, *, project: bool) -> dict[str, int]:
-    """The fastest of a sweep on an H200 that fits."""
-    return _launch(bn * (bd + bk + bl + (bl + bf if project else 0)), 3, 4)
+    """Return launch options for `_interact`: the fastest of a sweep on an H200 that fit."""
+    return _launch_options(bn * (bd + bk + bl + (bl + bf if project else 0)), 3, 4)
 
 
 def gradient_launch(bn: int, bd: int, bk: int, bl: int, bo: int, *, project: bool) -> dict[str, int]:
-    """The fastest of a sweep on an H200 that fits."""
+    """Return launch options for `_interact_gradient`: the fastest of a sweep on an H200 that fit."""
     stage = bn * (bd + 3 * bk + bl) + bl * bd + (bo * (bd + bn) if project else 0)
-    return _launch(stage, 3, 4) if bn <= 64 else _launch(stage, 2, 8)
+    return _launch_options(stage, 3, 4) if bn <= 64 else _launch_options(stage, 2, 8)
 
 
 def interact(
     x: Tensor, weight: Tensor, scale: Tensor, *, k: int, n_l: int, n_f: int, project: bool, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [B, n, d] contiguous, weight in its type -> products [B, n k], next [B, n_f + n_l, d], residual [B, n_f, d] or empty, rstd [B, n_f + n_l] or empty."""
+    """Return products [B, n k], next [B, n_f + n_l, d], residual [B, n_f, d] or empty, rstd [B, n_f + n_l] or empty.
+
+    x [B, n, d] is contiguous, and weight has its dtype.
+    """
     rows, n, d = x.shape
     products = torch.empty(rows, n * k, device=x.device, dtype=torch.float8_e4m3fn)
     following = torch.empty(rows, n_f + n_l, d, device=x.device, dtype=x.dtype)
@@ -252,46 +262,49 @@ def interact(
     rstd = torch.empty((rows, n_f + n_l) if keep else (0,), device=x.device, dtype=torch.float32)
     if rows:
         programs = min(rows, _PER_PROCESSOR * processors(x.device))
-        blocks = (_power(n), _power(d), _power(k), _power(n_l), _power(n_f))
+        blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f))
         _interact[(programs,)](
             x, weight, scale, products, following, residual, rstd, rows, n, d, k, n_l, n_f, *blocks,
-            _power(cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED, **forward_launch(*blocks, project=project),
+            _padded(cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED, **forward_launch(*blocks, project=project),
         )  # fmt: skip
     return products, following, residual, rstd
 
 
 def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor | None, *, n_f: int) -> None:
-    """following[:, :n_f] = BlockNorm_d(tower + residual); the vectors of an example lie together in each of them."""
+    """Write BlockNorm_d(tower + residual) to following[:, :n_f]. In all three, an example's vectors are contiguous."""
     rows, _, d = following.shape
     if rows:
         _finish[(rows,)](
             following, tower, residual, rstd, following.stride(0), residual.stride(0), 0 if rstd is None else rstd.stride(0),
-            d, n_f, _power(n_f), _power(d), rstd is not None, num_warps=4,
+            d, n_f, _padded(n_f), _padded(d), rstd is not None, num_warps=4,
         )  # fmt: skip
 
 
 def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
-    """The gradient of what was normalised, [B, n_f + n_l, d]."""
+    """Return the gradient of the norm's input, [B, n_f + n_l, d]."""
     rows, vectors, d = following.shape
     ds = torch.empty_like(following)
     if rows:
-        _norm_gradient[(rows,)](g, following, rstd, ds, d, vectors, _power(vectors), _power(d), num_warps=4)
+        _norm_gradient[(rows,)](g, following, rstd, ds, d, vectors, _padded(vectors), _padded(d), num_warps=4)
     return ds
 
 
 def interact_gradient(
     x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, *, k: int, n_l: int, n_f: int, project: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx [B, n, d] and dW [rows of W, n] in float32. Each program sums its examples, then the parts are summed: the same bits every time."""
+    """Return dx [B, n, d] and dW [rows of W, n] in float32.
+
+    Each program sums over its examples, then the parts are summed, so results are bitwise reproducible.
+    """
     rows, n, d = x.shape
     dx = torch.empty_like(x)
     programs = max(1, min(rows, _GRADIENT_PER_PROCESSOR * processors(x.device)))
     parts = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
     if not rows:
         return dx, torch.zeros_like(parts[0])
-    blocks = (_power(n), _power(d), _power(k), _power(n_l), _power(n_f + n_l))
+    blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f + n_l))
     _interact_gradient[(programs,)](
-        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, *blocks, _power(cdiv(n * k, NORM_BLOCK)),
+        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)),
         project, programs, INTERPRETED, **gradient_launch(*blocks, project=project),
     )  # fmt: skip
     return dx, parts.sum(0)

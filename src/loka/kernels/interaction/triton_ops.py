@@ -1,4 +1,4 @@
-"""The interaction and its gradient as torch ops. Absent outputs come back empty: an op's signature is fixed."""
+"""The interaction and its gradient as torch ops. An op's signature is fixed, so absent outputs are empty tensors."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from loka.kernels.op import fake_of, torch_op
 def interact(
     x: Tensor, weight: Tensor, scale: Tensor, k: int, n_l: int, n_f: int, project: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """products, next, residual (empty where it is x itself), rstd."""
+    """Return products, next, residual (empty if it is x itself) and rstd (empty if not `keep`)."""
     return kernels.interact(x, weight, scale, k=k, n_l=n_l, n_f=n_f, project=project, keep=keep)
 
 
@@ -28,7 +28,7 @@ def _(x, weight, scale, k, n_l, n_f, project, keep):  # type: ignore[no-untyped-
 
 @torch_op("interact_finish", mutates=("following", "rstd"))
 def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor, n_f: int) -> None:
-    """following[:, :n_f] = BlockNorm_d(tower + residual), and its rstd where that is not empty."""
+    """Write BlockNorm_d(tower + residual) to following[:, :n_f], and its rstd if that is not empty."""
     kernels.finish(following, tower, residual, rstd if rstd.numel() else None, n_f=n_f)
 
 
@@ -49,7 +49,7 @@ def _(g, following, rstd):  # type: ignore[no-untyped-def]
 def interact_gradient(
     x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, k: int, n_l: int, n_f: int, project: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx, dW."""
+    """Return dx and dW."""
     return kernels.interact_gradient(x, weight, dq, ds, k=k, n_l=n_l, n_f=n_f, project=project)
 
 

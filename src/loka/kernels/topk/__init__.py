@@ -1,4 +1,4 @@
-"""topk: the k largest of a row, with ties in a defined order; and the k best continuations of all beams of a request."""
+"""topk: the k largest of each row with deterministic ties, and the k best continuations of all beams of a request."""
 
 from typing import Any
 
@@ -12,10 +12,22 @@ __all__ = ["BeamTopkCall", "TopkCall", "beam_topk", "topk"]
 
 
 def topk(scores: Tensor, k: int, *, sorted: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """scores [R, n] -> values [R, k] and int64 indices [R, k]; best first, or by index where not `sorted`.
+    """Return the k largest scores of each row. Of equal scores the one with the lowest index comes first.
 
-    -inf means "not there": where a row has fewer than k scores above it, the last slots hold the value -inf and the index 0. Equal scores are taken,
-    and listed, lowest index first.
+    A score of -inf means "absent": if a row has fewer than k others, the last slots hold the value -inf and the index
+    0.
+
+    Args:
+        scores: [R, n] in float32, bf16 or fp16.
+        k: between 0 and n.
+        sorted: best first; otherwise by ascending index.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        Values [R, k] and int64 indices [R, k].
+
+    Example:
+        >>> values, items = topk(scores, 100)
     """
     if scores.dim() != 2:
         raise ValueError(f"topk takes scores [rows, n], got {tuple(scores.shape)}; hint: scores.flatten(1)")
@@ -34,11 +46,22 @@ def beam_topk(
     lse: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k best of beam_scores[r, b] + log_softmax(logits[r, b])[c] over all beams b and codes c of each request r.
+    """Return the k best of beam_scores[r, b] + log_softmax(logits[r, b])[c] over beams b and codes c of each request r.
 
-    logits [R, B, V]; beam_scores [R, B]; mask bool [R, B, V], True where a code may follow (the softmax is over all codes, allowed or not); lse float32 [R, B]:
-    log-sum-exp of the logits where it is known already. Returns values float32 [R, k], best first, and int64 beams and codes [R, k]. Where fewer than k
-    continuations are allowed, the last slots hold -inf and beam and code 0: safe to gather with, told by their value.
+    Args:
+        logits: [R, B, V] in float32, bf16 or fp16.
+        beam_scores: float32 [R, B].
+        k: between 0 and B * V.
+        mask: bool [R, B, V], True for codes that may follow. The softmax is over all codes, allowed or not.
+        lse: float32 [R, B], log-sum-exp of the logits, if already known.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        Values float32 [R, k], best first, and int64 beams and codes [R, k]. If fewer than k continuations are allowed,
+        the last slots hold the value -inf, beam 0 and code 0, so that they are safe to gather with.
+
+    Example:
+        >>> values, beams, codes = beam_topk(logits, beam_scores, 512, mask=allowed)
     """
     _check(logits, beam_scores, mask, lse)
     requests, beams, codes = logits.shape

@@ -1,4 +1,4 @@
-"""Selections, described without tensors."""
+"""Calls of the top-k kernels, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TopkCall:
-    """The k largest of each of `rows` rows of n scores."""
+    """A call of `topk`.
+
+    Args:
+        rows, n: scores are [rows, n].
+        k: how many to select per row.
+        dtype: of the scores.
+        sorted: best first, not by index.
+
+    Example:
+        >>> call = TopkCall(rows=64, n=100_000, k=100)
+    """
 
     rows: int
     n: int
@@ -30,7 +40,17 @@ class TopkCall:
 
 @dataclass(frozen=True)
 class BeamTopkCall:
-    """The k best continuations of all beams of each request: scores over beams x codes that are never written down."""
+    """A call of `beam_topk`.
+
+    Args:
+        requests, beams, codes: logits are [requests, beams, codes].
+        k: how many to select per request.
+        dtype: of the logits.
+        masked: some codes are not allowed.
+
+    Example:
+        >>> call = BeamTopkCall(requests=8, beams=512, codes=8192, k=512)
+    """
 
     requests: int
     beams: int

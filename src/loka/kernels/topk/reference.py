@@ -1,13 +1,14 @@
-"""The law of selection: a stable sort.
+"""The reference for selection: a stable sort.
 
-    order        value descending, then index ascending; NaN is larger than every number (it must not vanish), -0 equals 0
-    not there    -inf: never chosen; slots without a score hold value -inf and index 0
-    unsorted     the same k, listed by ascending index, slots that are not there last
+    order        value descending, then index ascending; NaN ranks first, so that it is not lost; -0 equals 0
+    absent       -inf is never chosen; slots without a score hold value -inf and index 0
+    unsorted     the same k, listed by ascending index, absent slots last
 
-    beams        score(b, c) = beam_score[b] + (logit[b, c] - lse[b]), each operation rounded to float32; lse[b] = log sum_c exp logit[b, c] over all codes;
-                 codes the mask forbids, and codes of a beam whose score is -inf, are not there
+    beams        score(b, c) = beam_score[b] + (logit[b, c] - lse[b]), each operation rounded to float32;
+                 lse[b] = log sum_c exp logit[b, c] over all codes;
+                 codes that the mask forbids, and codes of a beam whose score is -inf, are absent
 
-The score does not decrease with the logit, rounding included, which is what lets a kernel look at maxima of logits only.
+The score is a non-decreasing function of the logit, rounding included, so a kernel may compare maxima of logits only.
 """
 
 import torch
@@ -18,18 +19,18 @@ from loka.kernels.topk.call import BeamTopkCall, TopkCall
 
 
 def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
-    """Everything."""
+    """Accept every call."""
     return YES
 
 
 def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """scores [R, n] -> values and int64 indices [R, k]."""
+    """See `loka.kernels.topk.topk`."""
     values, indices = scores.sort(dim=1, descending=True, stable=True)
     return present(values[:, :k], indices[:, :k], in_order=sorted)
 
 
 def present(values: Tensor, indices: Tensor, *, in_order: bool) -> tuple[Tensor, Tensor]:
-    """The outputs from the k best in their order: slots that are not there made uniform, listed by index where not `in_order`."""
+    """Turn the k best into the outputs: set the index of absent slots to 0, and sort by index if not `in_order`."""
     absent = values == float("-inf")
     if not in_order:
         indices, place = indices.masked_fill(absent, torch.iinfo(torch.int64).max).sort(dim=1)
@@ -38,7 +39,7 @@ def present(values: Tensor, indices: Tensor, *, in_order: bool) -> tuple[Tensor,
 
 
 def beam_totals(logits: Tensor, beam_scores: Tensor, mask: Tensor | None, lse: Tensor | None) -> Tensor:
-    """float32 [R, B, V]: the scores that kernels do not write down."""
+    """Return the scores of all continuations, float32 [R, B, V]."""
     wide = logits.float()
     lse = wide.logsumexp(-1) if lse is None else lse
     totals = beam_scores[..., None] + (wide - lse[..., None])
@@ -48,7 +49,7 @@ def beam_totals(logits: Tensor, beam_scores: Tensor, mask: Tensor | None, lse: T
 def beams(
     logits: Tensor, beam_scores: Tensor, k: int, *, mask: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """values, beams, codes [R, k]."""
+    """See `loka.kernels.topk.beam_topk`."""
     values, flat = run(beam_totals(logits, beam_scores, mask, lse).flatten(1), k)
     codes = max(logits.shape[2], 1)
     return values, flat // codes, flat % codes

@@ -1,4 +1,4 @@
-"""Our selection: chunk maxima, then k chunks a level; one read of the scores, exact, ties to the lowest index. See `triton_kernels`."""
+"""Triton top-k: exact, one read of the scores, ties to the lowest index. See `triton_kernels`."""
 
 import torch
 from torch import Tensor
@@ -14,17 +14,17 @@ _LARGEST_N = 2**31 - 1
 
 
 def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
-    """k up to 8192, rows that a 32-bit index can address."""
+    """Accept k up to 8192 and rows that a 32-bit index can address."""
     if call.k > LARGEST_K:
         return no(f"selects at most {LARGEST_K}, not {call.k}")
     n = call.n if isinstance(call, TopkCall) else call.beams * call.codes
     if n > _LARGEST_N:
-        return no(f"indexes a request with 32 bits, {n} scores are too many")
+        return no(f"uses 32-bit indices within a request, {n} scores are too many")
     return triton_runs_on(device)
 
 
 def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """scores [R, n] -> values and int64 indices [R, k]."""
+    """See `loka.kernels.topk.topk`."""
     from loka.kernels.topk import triton_ops
 
     scores = unit_rows(scores)
@@ -35,7 +35,7 @@ def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]
 def beams(
     logits: Tensor, beam_scores: Tensor, k: int, *, mask: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """values, beams, codes [R, k]."""
+    """See `loka.kernels.topk.beam_topk`."""
     from loka.kernels.topk import triton_ops
 
     known = None if lse is None else lse.contiguous()
@@ -46,6 +46,6 @@ def beams(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Unit stride along codes, one stride from beam to beam across requests."""
+    """Return x with unit stride along codes and the same stride between any two consecutive beams, across requests."""
     aligned = x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     return x if aligned else x.contiguous()

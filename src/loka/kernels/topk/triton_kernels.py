@@ -1,23 +1,24 @@
-"""Exact selection with one read of the scores, whatever they hold.
+"""Exact selection with one read of the scores, whatever their distribution.
 
-The k largest of n are found among the chunks with the k largest maxima:
+The k largest elements are in the k chunks with the largest maxima: if an element is among the k best, so is the best
+element of its chunk, which is at least as good; hence its chunk is among the k best chunks. This holds for any total
+order. Here the order is (value descending, index ascending) and chunks are runs of C adjacent elements, so comparing
+chunks by (maximum, position) is that order, ties included. The kernels:
 
-    if an element is among the k best, so is the best element of its chunk (it is at least as good), hence its chunk is among the k best chunks
+    maxima    one pass over the scores writes the maximum of every C adjacent scores [n / C], and of every C of those
+              maxima [n / C^2]
+    select    one program per row takes the k best of the top level (at most 16384 keys), then the k best of their k C
+              children, level by level; ids in ascending order
+    rank      for sorted output: the position of each of the k is the number of better ones
 
-under any total order. Here the order is (value descending, index ascending) and chunks are runs of C neighbours, so comparing chunks by (maximum, place)
-is that order, ties included. So
+After the first pass only k C scores per row are read. There are no atomics and no fallback.
 
-    maxima    one pass over the scores writes the maximum of every C neighbours, and of every C of those                          [n / C], [n / C^2]
-    select    one program a row: the k best of the top level (at most 16384), then of the k C children of those, level by level   k ids, ascending
-    rank      the place of each of the k: how many are better                                                                     sorted output
+Keys are float32 mapped to int32 in the same order: NaN at the top, -0 as 0, -inf ("absent") at the bottom. The k-th
+largest key of a block in registers is found bit by bit, from the highest bit in which any two differ, until exactly k
+keys are left above. Scores differ in few bits: this takes 14 or so steps.
 
-After the first pass a row reads k C scores and no more; nothing depends on how scores are distributed, and there is neither an atomic nor a fallback.
-
-Keys are float32 as int32 in the same order: NaN on top, -0 as 0, -inf ("not there") at the very bottom. The k-th largest key of a block in registers is found bit
-by bit, from the highest bit in which any two differ, until exactly k keys are left above. Bits of scores are few: 14 or so steps.
-
-For beams, score = beam_score + (logit - lse) rises with the logit, so chunk maxima are taken of logits, in the pass that also sums their exponentials:
-neither the scores nor log-probabilities are ever written.
+For beams, score = beam_score + (logit - lse) rises with the logit, so chunk maxima are taken of logits, in the same
+pass that sums their exponentials. Neither scores nor log-probabilities are ever written to memory.
 """
 
 import torch
@@ -31,11 +32,10 @@ from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
-SELECTED = (
-    512 if INTERPRETED else 16384
-)  # most candidates one program looks at; the interpreter's tests are small and must meet every level
+# most candidates per program; the interpreter's tests are small and must still cover every level
+SELECTED = 512 if INTERPRETED else 16384
 LARGEST_K = SELECTED // 2
-WIDEST = 16384  # most codes of a beam whose log-sum-exp is taken in the same pass
+WIDEST = 16384  # most codes per beam for which the log-sum-exp is computed in the pass over maxima
 KEYS, SCORES, BEAMS = 0, 1, 2
 _KEYS = tl.constexpr(0)
 _BEAMS = tl.constexpr(2)
@@ -44,7 +44,7 @@ _ABSENT = tl.constexpr(-2147483648)
 
 @triton.jit
 def _ordered(x):
-    """float32 as int32 in the same order; NaN is the largest, -inf the smallest."""
+    """Map float32 to int32 in the same order; NaN is the largest, -inf the smallest."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(x != x, 0x7FFFFFFF, key)
@@ -53,14 +53,17 @@ def _ordered(x):
 
 @triton.jit
 def _value(key):
-    """The float32 of a key."""
+    """Return the float32 of a key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return tl.where(key == _ABSENT, float("-inf"), bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _largest_key(x):
-    """Key of the largest of each row of a float32 tile. NaN-propagating, so one instruction an element; keys only afterwards."""
+    """Return the key of the largest value in each row of a float32 tile.
+
+    A NaN-propagating maximum takes one instruction per element, so keys are made only of the results.
+    """
     if _INTERPRETED:
         return tl.max(_ordered(x), 1)
     else:
@@ -72,7 +75,7 @@ def _largest_key(x):
 def _maxima(x_ptr, mask_ptr, score_ptr, lse_ptr, first_ptr, second_ptr, W, W1, W2, stride, mask_stride,
             C: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr, LSE: tl.constexpr,
             TWO: tl.constexpr):  # fmt: skip
-    """Keys of the maxima of C neighbours, and of C of those, for BLOCK elements of one row (of one beam)."""
+    """Write the keys of the maxima of every C of BLOCK elements of a row, and of every C of those maxima."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     HIGH: tl.constexpr = BLOCK // C
@@ -112,7 +115,7 @@ def _maxima(x_ptr, mask_ptr, score_ptr, lse_ptr, first_ptr, second_ptr, W, W1, W
 @quick
 @triton.jit
 def _log_sum_exp(x_ptr, lse_ptr, W, stride, BLOCK: tl.constexpr):
-    """log sum exp of one row."""
+    """Compute the log-sum-exp of one row."""
     row = tl.program_id(0).to(tl.int64)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -120,7 +123,7 @@ def _log_sum_exp(x_ptr, lse_ptr, W, stride, BLOCK: tl.constexpr):
         place = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * stride + place, place < W, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, x)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # lanes that have seen nothing
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # for lanes with no finite value yet
         total = total * tl.exp2((top - safe) * 1.4426950408889634) + tl.exp2((x - safe) * 1.4426950408889634)
         top = higher
     peak = tl.max(top)
@@ -135,7 +138,7 @@ def _count(where):
 
 @triton.jit
 def _threshold(key, k):
-    """A key T and whether exactly k keys are at or above it; otherwise T is the k-th largest. Absent keys never count."""
+    """Return a key T and whether at most k keys are >= T; otherwise T is the k-th largest. Absent keys do not count."""
     present = key > _ABSENT
     count = _count(present)
     high = tl.max(tl.max(key, 1), 0)
@@ -147,7 +150,7 @@ def _threshold(key, k):
     kept = tl.maximum(shift, 0)
     prefix = (low >> kept) & ~1
     threshold = tl.where(shift == 31, _ABSENT, tl.where(shift < 0, low, prefix << kept))
-    enough = count > k  # otherwise all that are present are taken
+    enough = count > k  # otherwise all present keys are taken
     threshold = tl.where(enough, threshold, low)
     shift = tl.where(enough, shift, -1)
     while (shift >= 0) & (count != k):
@@ -164,9 +167,10 @@ def _threshold(key, k):
 def _select(x_ptr, mask_ptr, score_ptr, lse_ptr, parent_ptr, id_ptr, key_ptr, k, rows, W, PW, stride, mask_stride,
             HIGH: tl.constexpr, C: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
             KP: tl.constexpr):  # fmt: skip
-    """The k best of a request's candidates, a tile [HIGH, C]: all its `rows` x W elements, or the C children of each of k parents.
+    """Select the k best of a request's candidates, a tile [HIGH, C].
 
-    Ids come out ascending, -1 where there is none. What belongs to a parent is worked out once per parent.
+    The candidates are all `rows` x W elements of the top level, or the C children of each of k parents. Ids are written
+    in ascending order, -1 for empty slots.
     """
     r = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, C)[None, :]
@@ -215,7 +219,7 @@ def _select(x_ptr, mask_ptr, score_ptr, lse_ptr, parent_ptr, id_ptr, key_ptr, k,
 @triton.jit
 def _rank(id_ptr, key_ptr, value_ptr, beam_ptr, index_ptr, k, W, SORTED: tl.constexpr, BEAM: tl.constexpr,
           BI: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
-    """Put BI of the k chosen into their places."""
+    """Write BI of the k chosen to their places."""
     r = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BI + tl.arange(0, BI)
     mine = tl.load(key_ptr + r * k + i, i < k, other=_ABSENT)
@@ -238,15 +242,11 @@ def _rank(id_ptr, key_ptr, value_ptr, beam_ptr, index_ptr, k, W, SORTED: tl.cons
 
 
 def chunk_size(k: int) -> int:
-    """C: as long as k chunks of it fit one program, and no longer than 128."""
+    """Return C, the largest chunk of up to 128 elements such that k chunks fit into one program."""
     return min(8 if INTERPRETED else 128, SELECTED // next_power_of_2(k))
 
 
-LAUNCH = {
-    "select_warps": 16,
-    "maxima_block": 8192,
-    "maxima_warps": 8,
-}  # fitted on a GPU; see benchmarks/generative_kernels.py
+LAUNCH = {"select_warps": 16, "maxima_block": 8192, "maxima_warps": 8}  # tuned by benchmarks/generative_kernels.py
 
 
 def _warps(elements: int) -> int:
@@ -254,7 +254,7 @@ def _warps(elements: int) -> int:
 
 
 class _Rows:
-    """The scores of R requests of `rows` rows each, W wide, and what turns them into scores."""
+    """The input of a level: keys, scores, or logits with their mask, beam scores and log-sum-exp."""
 
     def __init__(self, x, mask, scores, lse, kind):
         self.x, self.mask, self.scores, self.lse, self.kind = x, mask, scores, lse, kind
@@ -269,11 +269,11 @@ class _Rows:
 
 
 def _levels(data: _Rows, requests: int, rows: int, c: int, known_lse: bool) -> list[tuple[Tensor, int, int]]:
-    """(keys, rows, width) of each level of maxima, the lowest first; the last has at most SELECTED keys a request."""
+    """Return (keys, rows, width) per level of maxima, lowest first; the last has up to SELECTED keys per request."""
     levels: list[tuple[Tensor, int, int]] = []
     width, source = data.width, data
     while rows * width > SELECTED:
-        if width == 1 and levels:  # the maxima of beams side by side: the same memory, read as one row
+        if width == 1 and levels:  # one maximum per beam is left: view those of a request as one row
             rows, width = 1, rows
             levels[-1] = (levels[-1][0], rows, width)
             source = _Rows(source.x.view(requests, 1, width), None, None, None, KEYS)
@@ -295,10 +295,10 @@ def _levels(data: _Rows, requests: int, rows: int, c: int, known_lse: bool) -> l
     return levels
 
 
-def _finish(
+def _select_all(
     data: _Rows, requests: int, rows: int, k: int, known_lse: bool, beam: bool, in_order: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk down the levels and put the k chosen in order: values, beams (empty without), indices."""
+    """Select down the levels and rank the k chosen. Returns values, beams (empty if not `beam`) and indices."""
     device = data.x.device
     values = torch.empty(requests, k, dtype=dtype, device=device)
     beams = torch.empty(requests if beam else 0, k, dtype=torch.int64, device=device)
@@ -330,23 +330,23 @@ def _finish(
 
 
 def log_sum_exp(x: Tensor, out: Tensor) -> None:
-    """out[rows] = log sum exp of each row of x [..., W]."""
+    """Write the log-sum-exp of each row of x [..., W] to out."""
     width = x.shape[-1]
     block = max(16, min(4096, next_power_of_2(width)))
     _log_sum_exp[(out.numel(),)](x, out, width, x.stride(-2), block, num_warps=max(1, min(8, block // 512)))
 
 
 def topk(scores: Tensor, k: int, in_order: bool) -> tuple[Tensor, Tensor]:
-    """scores [R, n] with unit stride along n."""
+    """See `loka.kernels.topk.topk`. scores have unit stride along n."""
     data = _Rows(scores, None, None, None, SCORES)
-    values, _, indices = _finish(data, scores.shape[0], 1, k, True, False, in_order, scores.dtype)
+    values, _, indices = _select_all(data, scores.shape[0], 1, k, True, False, in_order, scores.dtype)
     return values, indices
 
 
 def beam_topk(
     logits: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, B, V], scores and lse contiguous [R, B], mask [R, B, V]; beams of a request follow one another at one stride."""
+    """See `loka.kernels.topk.beam_topk`. Scores and lse are contiguous; logits and mask as from `triton._dense`."""
     requests, beams, codes = logits.shape
     known = lse is not None
     if lse is None:
@@ -355,4 +355,4 @@ def beam_topk(
             log_sum_exp(logits, lse)
             known = True
     data = _Rows(logits, mask, beam_scores, lse, BEAMS)
-    return _finish(data, requests, beams, k, known, True, True, torch.float32)
+    return _select_all(data, requests, beams, k, known, True, True, torch.float32)

@@ -1,4 +1,4 @@
-"""The Triton selections as torch ops, so that torch.compile sees a call and not Python."""
+"""Triton top-k as torch ops, so that torch.compile does not trace the launch code."""
 
 import torch
 
