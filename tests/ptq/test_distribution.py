@@ -87,7 +87,7 @@ def test_checkpoints_plain_and_quantised(tmp_path: Path) -> None:
         assert second[name].variance == pytest.approx(layer.variance, rel=0.02)
         assert second[name].absmax == pytest.approx(layer.absmax, rel=0.04)
     save_file({"x": torch.zeros(3)}, tmp_path / "empty.safetensors")
-    with pytest.raises(ValueError, match="no floating matrix"):
+    with pytest.raises(ValueError, match="no floating-point matrix"):
         analyze_checkpoint(tmp_path / "empty.safetensors")
 
 

@@ -119,13 +119,13 @@ def test_any_model_is_quantised_and_refusals_say_why() -> None:
     assert summary.quantized == ["0"]
     assert summary.kept == {"2": "asked for by keep='2'"}
     assert 0 < (model(x) - before).norm() / before.norm() < 0.1
-    with pytest.raises(ValueError, match="already quantised: 0"):
+    with pytest.raises(ValueError, match="already quantized: 0"):
         quantize(model)
     with pytest.raises(ValueError, match="matches no site"):
         quantize(nn.Sequential(nn.Linear(2, 2)), keep=("nothing.*",))
     with pytest.raises(ValueError, match="no recipe 'fp8'"):
         quantize(nn.Sequential(nn.Linear(2, 2)), "fp8")
-    with pytest.raises(ValueError, match="nothing to quantise"):
+    with pytest.raises(ValueError, match="nothing to quantize"):
         quantize(nn.Sequential(nn.ReLU()))
     with pytest.raises(ValueError, match="needs a score"):
         quantize(nn.Sequential(nn.Linear(2, 2)), bound=0.1)
@@ -306,7 +306,7 @@ class TestFiles:
         save(model, summary, path, dtype=torch.float32)
         again, _ = load_quantized(path, build=factory)
         assert torch.equal(again(x), model(x))
-        with pytest.raises(ValueError, match="give build="):
+        with pytest.raises(ValueError, match="pass build="):
             load_quantized(path)
         with pytest.raises(ValueError, match="other sites"):
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(20, 30)))
@@ -377,7 +377,7 @@ class TestFiles:
         model = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 2)).eval()
         plan = loka.placing.plan_everything(model, x, mods=["hard_swish"])
         save(model, quantize(model, plan, batches=[x]), path)
-        with pytest.raises(ValueError, match="was quantised with the mods hard_swish, the model has none"):
+        with pytest.raises(ValueError, match="was quantized with the mods hard_swish, the model has none"):
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 2)))  # fmt: skip
 
     def test_a_factory_may_apply_mods_and_make_buffers(self, tmp_path: Path) -> None:

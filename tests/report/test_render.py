@@ -76,7 +76,7 @@ def test_a_plan_that_converts_nothing_is_no_success() -> None:
     assert "0.60×" in page
     assert f"speed-up over bf16 on {probe.environment.device}" in page  # the map has speed as its second axis
     assert "Nothing was converted: planned FP8 is the baseline itself" in page
-    assert "nudged" not in page
+    assert "perturbed" not in page
 
 
 def test_it_is_self_contained(page: str) -> None:

@@ -1,12 +1,12 @@
-"""Real recommendation data, ready to train on: leak-free splits, a columnar cache, deterministic streams.
+"""data: real recommendation data sets with leak-free splits, a columnar cache and deterministic streams.
 
     data = loka.data.load("complete-journey")
     for batch in data.train.batches(1024, shuffle=True, seed=0):
         ...
 
-Rooms inside: one file per data set (completejourney, movielens, census, criteo, amazon, synthetic); `catalog` lists them, `loader` opens them;
-`cache` and `columns` are the disk format; `stream` is the order; `history` answers questions about the past; `faults` says what
-is wrong. Preprocessing needs polars (extra "data"); reading a cache does not.
+There is one module per data set (completejourney, movielens, census, criteo, amazon, synthetic). `catalog` lists them
+and `loader` opens them; `cache` and `columns` are the disk format; `stream` defines the order; `history` computes
+features of the past; `faults` defines errors. Preprocessing needs polars (extra "data"), reading a cache does not.
 """
 
 from loka.data.batch import Batch, Jagged

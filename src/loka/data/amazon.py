@@ -1,14 +1,16 @@
-"""Amazon review sequences (research use): Beauty of the 2014 release, Industrial and Scientific of the 2018 release, 5-core.
+"""Amazon review sequences (research use), 5-core: Beauty (2014 release), Industrial and Scientific (2018 release).
 
-The files carry the order of each user's reviews, not their times, so the only honest hold-out is leave-last-out. Two formats are read:
+The files contain the order of each user's reviews but not their times, so the only honest hold-out is leave-last-out.
+Two formats are supported:
 
-- `<Name>.inter.json`: {"user": [item, item, ...]} with items numbered from 0, beside `<Name>.item.json` ({"item": {"title": ...,
-  "description": ..., "brand": ..., "categories": ...}}) or `derived_id2asin_keywords.json` ({"item": {"asin": ..., "keywords": ...}});
-- `user_sequence_asin.txt`: "user item item ..." per line, beside `item_keywords_idgenrec.txt`: "item words ...".
+- `<Name>.inter.json`: {"user": [item, item, ...]} with items numbered from 0, next to `<Name>.item.json`
+  ({"item": {"title": ..., "description": ..., "brand": ..., "categories": ...}}) or `derived_id2asin_keywords.json`
+  ({"item": {"asin": ..., "keywords": ...}});
+- `user_sequence_asin.txt`: "user item item ..." per line, next to `item_keywords_idgenrec.txt`: "item words ...".
 
-Items get ids from 1 (0 is padding), so item i of the files is id i + 1. Semantic-ID indexes (`<Name>.index.<method>.json`, codes such
-as "<a_146>") are copied into the cache and read on request. Some of them give the same codes to several items; that is a
-property of the index, and `read_semantic_ids` does not hide it.
+Item ids start at 1 (0 is padding), so item i of the files has id i + 1. Semantic-ID indexes
+(`<Name>.index.<method>.json`, codes such as "<a_146>") are copied into the cache and read on request. Some of them give
+the same codes to several items; `read_semantic_ids` returns them as they are.
 """
 
 import json
@@ -29,7 +31,7 @@ _CODE = re.compile(r"<[a-z]+_(\d+)>")
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """Nothing to choose: the sets are published as 5-core sequences."""
+    """No options: the sets are published as 5-core sequences."""
 
 
 def find_files(source: Path | None) -> dict[str, Path]:

@@ -1,7 +1,8 @@
-"""From purchase lines to ranking examples: candidates and what was known about them when the basket began.
+"""Turn purchase lines into ranking examples: candidates, and what was known about them when the basket began.
 
-The task, the pools of negatives and the split are described in loka.data.completejourney; this file carries them out, with numpy,
-on purchase lines sorted by time. Everything about the past goes through loka.data.history, which never counts an event at t itself.
+The task, the pools of negatives and the split are described in loka.data.completejourney. This file implements them
+with numpy on purchase lines sorted by time. All features of the past come from loka.data.history, which never counts an
+event at time t itself.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _DENSE = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the cache depends on."""
+    """Options of the ranking cache; each choice has its own cache."""
 
     size: str = "small"
     negatives: int = 3
@@ -79,7 +80,7 @@ class Events:
 
     @cached_property
     def past(self) -> dict[str, Past]:
-        """The lines by household, by product, and all together: what the sampler and the features ask."""
+        """The lines by household, by product, and all together, for the sampler and the features."""
         return {
             "household": Past(self.household, self.time),
             "product": Past(self.product, self.time),
@@ -88,7 +89,7 @@ class Events:
 
     @cached_property
     def debut(self) -> Array:
-        """First line of every product: lines are sorted by time, so the first one is the earliest."""
+        """Index of the first line of every product, which is also the earliest, as lines are sorted by time."""
         return np.unique(self.product, return_index=True)[1]
 
     @cached_property
@@ -104,7 +105,7 @@ class Events:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Examples before features: the line they belong to, the product asked about, the answer."""
+    """Examples without features: the purchase line they belong to, the candidate product, and the label."""
 
     line: Array
     product: Array
@@ -142,7 +143,7 @@ def sample_candidates(events: Events, split: str, options: Options) -> Candidate
 def _draw_negatives(
     events: Events, line: Array, ranges: tuple[Array, Array], pool: Array, rng: np.random.Generator
 ) -> Candidates:
-    """Draw one product per line uniformly from its range of the pool, avoiding what the line's basket holds."""
+    """Draw one product per line uniformly from its range of the pool, avoiding products of the line's basket."""
     first, last = ranges
     product = np.full(len(line), -1, np.int64)
     open_ = np.flatnonzero(last > first)
@@ -158,7 +159,7 @@ def _draw_negatives(
 
 
 class Features:
-    """Everything about a candidate that was known when its basket began."""
+    """Computes the features of candidates from what was known when the basket began."""
 
     def __init__(self, events: Events, options: Options) -> None:
         import polars as pl

@@ -1,10 +1,10 @@
-"""One minibatch of a ranking data set: plain tensors with fixed meanings, nothing else.
+"""One minibatch of a ranking data set: plain tensors with fixed meanings.
 
-Every model room reads data through these two types, so they carry no behaviour beyond moving between devices and reading
-ragged rows. Ids are int64 because embedding lookups want them so; id 0 means "unknown or missing" in every field.
+All models read data through these two types, so they only move between devices and read ragged rows. Ids are int64, as
+embedding lookups need them; id 0 means "unknown or missing" in every field.
 
-Jagged is the field's own word for a ragged matrix: row i is values[offsets[i]:offsets[i + 1]]. Histories are stored oldest
-first, so the most recent event of a row is the last one.
+A Jagged is a ragged matrix: row i is values[offsets[i]:offsets[i + 1]]. Histories are stored oldest first, so the most
+recent event of a row is the last one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Jagged:
     """Ragged rows: row i = values[offsets[i]:offsets[i + 1]].
 
     Args:
-        values: all of them, one after another.
+        values: the values of all rows, concatenated.
         offsets: int64 [rows + 1].
 
     Example:
@@ -57,7 +57,7 @@ class Jagged:
         return self.offsets[1:] - self.offsets[:-1]
 
     def row(self, index: int) -> Tensor:
-        """Values of one row (a view)."""
+        """Return the values of one row (a view)."""
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
@@ -87,8 +87,8 @@ class Batch:
         dense: float32 [B, n_dense].
         categorical: int64 [B, n_categorical]; id 0 is "unknown or missing" in every field.
         sequences: ragged histories by name, oldest first, ids in the vocabulary of the field they share.
-        labels: float32 [B, n_labels], what is predicted.
-        group: int64 [B], the unit that GAUC averages over, usually the user.
+        labels: float32 [B, n_labels], the targets.
+        group: int64 [B], the group that GAUC averages over, usually the user.
 
     Example:
         >>> next(load("complete-journey").train.batches(1024, shuffle=True, seed=0)).labels.shape
@@ -109,7 +109,7 @@ class Batch:
             "group": self.group.shape[0],
             **{name: jagged.rows for name, jagged in self.sequences.items()},
         }
-        if any(size != self.size for size in sizes.values()):  # no set: a size that is being traced has no hash
+        if any(size != self.size for size in sizes.values()):  # not via a set: symbolic sizes are not hashable
             raise ValueError(f"the parts of a Batch disagree on the number of examples: {sizes}")
 
     @property
@@ -128,7 +128,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """Page-locked copy, so that a later `.to("cuda", non_blocking=True)` overlaps with compute."""
+        """Copy to page-locked memory, so that a later `.to("cuda", non_blocking=True)` overlaps with compute."""
         return Batch(
             dense=self.dense.pin_memory(),
             categorical=self.categorical.pin_memory(),

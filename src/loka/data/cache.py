@@ -10,9 +10,9 @@ Layout of one cache folder (everything in it is listed in the manifest with size
     values/<name>.npy                   ... the shared values of a sequence
     assets/<name>                       small files carried along (vocabularies, item texts)
 
-A build writes into a temporary folder beside the target and renames it at the end, so a folder without `.building-` in its name
-is complete. Two processes may build the same cache at once: the first to finish wins, the other drops its copy. A cache that is
-damaged anyway is named and refused; it is replaced only when the caller asks for a rebuild.
+A build writes to a temporary folder next to the target and renames it at the end, so a folder without `.building-` in
+its name is complete. Two processes may build the same cache at once: the first to finish wins, the other drops its
+copy. If a cache is damaged nevertheless, an error names it; it is replaced only if the caller asks for a rebuild.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything the cache says about itself."""
+    """The contents of manifest.json."""
 
     version: int
     name: str
@@ -69,11 +69,11 @@ class Manifest:
     total_rows: int
     bad_rows: int
     bad_examples: tuple[str, ...]
-    facts: dict[str, Any] = field(default_factory=dict)  # what the builder wants to tell: time bounds, vocabulary sizes
+    facts: dict[str, Any] = field(default_factory=dict)  # facts from the builder: time bounds, vocabulary sizes
 
 
 class CacheWriter:
-    """Write a cache folder; a context manager that commits on success and leaves nothing behind on failure."""
+    """Writes a cache folder: a context manager that commits on success and leaves nothing behind on failure."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class CacheWriter:
         self._rows[split] = self._rows.get(split, 0) + len(group)
 
     def add_asset(self, name: str, content: bytes) -> None:
-        """Store a small file beside the columns."""
+        """Store a small file next to the columns."""
         path = self.folder / "assets" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -182,7 +182,7 @@ class CacheWriter:
 
 
 def _move_into_place(new: Path, target: Path, *, replace: bool) -> None:
-    """Rename a finished folder; with `replace`, an older one is moved aside first and deleted last."""
+    """Rename a finished folder to its target; with `replace`, an older one is moved aside first and deleted last."""
     old: Path | None = None
     if replace and target.exists():
         old = Path(tempfile.mkdtemp(prefix=f"{target.name}{BUILDING}", dir=target.parent))
@@ -192,14 +192,14 @@ def _move_into_place(new: Path, target: Path, *, replace: bool) -> None:
     except OSError:
         if not (target / _MANIFEST).is_file():
             raise
-        # another process built the same cache meanwhile; both are the same, and theirs may be in use
+        # another process built the same cache in the meantime; it is identical, and may be in use already
         shutil.rmtree(new)
     if old is not None:
         shutil.rmtree(old)
 
 
 def open_cache(folder: Path, *, verify: bool) -> Manifest:
-    """Read and check the manifest; with `verify`, also the checksum of every file. Raises DataError, changes nothing."""
+    """Read and check the manifest; with `verify`, also the checksum of every file. Raises DataError on damage."""
     path = folder / _MANIFEST
     hint = "rebuild it with rebuild=True (on the command line: loka data get NAME --rebuild)"
     try:

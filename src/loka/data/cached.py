@@ -1,4 +1,4 @@
-"""Read a cached ranking data set: the Source over column files. Needs numpy and torch, no preprocessing library."""
+"""Read a cached ranking data set. Needs numpy and torch, but no preprocessing library."""
 
 import mmap
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class CachedSource:
         return {**self.__dict__, "_values": {}}
 
     def fingerprint(self) -> str:
-        """Name, split, size and checksum of the columns."""
+        """A string of name, split, size and checksum of the columns."""
         return self._fingerprint
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Rows:
@@ -108,7 +108,7 @@ def open_ranking(folder: Path, manifest: Manifest) -> RankingData:
 
 
 def _drop_pages(values: np.memmap[Any, Any]) -> None:
-    # numpy keeps the mmap object in `_mmap`; without it (another implementation) the kernel still reclaims under pressure.
+    # numpy keeps the mmap object in `_mmap`; in implementations without it, the kernel still reclaims under pressure.
     mapped = getattr(values, "_mmap", None)
     if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)

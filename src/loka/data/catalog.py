@@ -1,6 +1,6 @@
-"""The data sets this room knows: what they are, whose they are, and where their raw files come from.
+"""The catalog of data sets: descriptions, publishers, licenses, and where their raw files come from.
 
-Adding a data set is one row here and one file that reads it (Options, find_files, build).
+A new data set takes one entry here and one module that reads it (Options, find_files, build).
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Remote:
-    """A file its publisher offers."""
+    """A file that the publisher offers for download."""
 
     url: str
     filename: str
@@ -27,10 +27,10 @@ class Entry:
     kinds: tuple[str, ...]  # 'ranking', 'sequences', or both
     module: str
     terms: str
-    publisher: str  # where a person finds it
+    publisher: str  # web page of the publisher
     remotes: tuple[Remote, ...] = ()
-    embedded: bool = False  # the raw files come with an installed package
-    generated: bool = False  # there are no raw files, and a cache only on request
+    embedded: bool = False  # the raw files are part of an installed package
+    generated: bool = False  # there are no raw files; a cache is written only on request
 
 
 _MOVIELENS = "https://files.grouplens.org/datasets/movielens"

@@ -1,15 +1,17 @@
 """Census-Income (KDD): 199,523 + 99,762 people of two US surveys, 1994-95 (UCI; attribution). The multi-task benchmark.
 
-**Tasks.** Two labels from one record: `income` (more than 50,000 dollars) and `never_married`. The marital status is the second label
-and therefore no feature; instance_weight, a survey weight and not a property of the person, is dropped.
+**Tasks.** Two labels from one record: `income` (more than 50,000 dollars) and `never_married`. The marital status is
+the second label and therefore no feature; instance_weight, a survey weight and not a property of the person, is
+dropped.
 
-**Split.** The publisher's own train and test files. The records carry no time, so validation is every tenth training record of a
-seeded permutation. There is no user either: `group` is 0 throughout, and GAUC equals AUC.
+**Split.** The publisher's own train and test files. The records carry no time, so validation is every tenth training
+record of a seeded permutation. There is no user either: `group` is 0 throughout, and GAUC equals AUC.
 
-**Features.** Seven amounts and counts, as log(1 + x), and 32 categorical fields; "?" is missing, id 0. Codes that look like numbers
-(industry, occupation, year) are categories.
+**Features.** Seven amounts and counts, as log(1 + x), and 32 categorical fields; "?" is missing, id 0. Codes that look
+like numbers (industry, occupation, year) are categories.
 
-**Baseline** (benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.945 for income and 0.994 for never_married.
+**Baseline** (benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.945 for income and
+0.994 for never_married.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _LABELS = ("income", "never_married")
 
 @dataclass(frozen=True)
 class Options:
-    """What the cache depends on."""
+    """Options of the cache; each choice has its own cache."""
 
     valid_share: float = 0.1
     seed: int = 0

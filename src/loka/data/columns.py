@@ -1,8 +1,9 @@
 """One column on disk: a plain .npy file, written in pieces, readable by `np.load(..., mmap_mode="r")`.
 
-The number of rows is unknown until the last piece, so the header has a fixed size of 128 bytes and is written again at the end.
-Reading goes through plain file reads into our own buffers rather than through a map: pages of a map count as resident memory of
-the process until the kernel takes them back, so a stream over a large map looks unbounded, and under an address-space limit it is.
+The number of rows is unknown until the last piece, so the header has a fixed size of 128 bytes and is written again at
+the end. Columns are read with plain file reads and not through a memory map: mapped pages count as resident memory
+until the kernel reclaims them, so a stream over a large map seems to need unbounded memory, and really does under an
+address-space limit.
 """
 
 import zlib
@@ -23,7 +24,7 @@ _VERIFY_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Column:
-    """What the manifest knows about one file."""
+    """The manifest's entry for one column file."""
 
     path: str
     dtype: str
@@ -45,7 +46,7 @@ class ColumnWriter:
         self._file.write(_header(self._dtype, 0))
 
     def append(self, values: Array) -> None:
-        """Write more rows; values that the dtype cannot hold raise."""
+        """Write more rows. Raises if the dtype cannot hold a value."""
         if values.ndim != 1:
             raise ValueError(f"column {self._path}: expected one dimension, got shape {values.shape}")
         cast = np.ascontiguousarray(values, dtype=self._dtype)
@@ -57,7 +58,7 @@ class ColumnWriter:
         self._rows += len(cast)
 
     def close(self) -> Column:
-        """Write the final header and return what goes into the manifest."""
+        """Write the final header and return the manifest's entry."""
         self._file.seek(0)
         self._file.write(_header(self._dtype, self._rows))
         self._file.close()

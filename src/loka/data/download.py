@@ -1,9 +1,9 @@
-"""Download a file its publisher offers: with a checksum, and resuming after a cut.
+"""Download a file from its publisher, with a checksum, resuming after an interruption.
 
-The content goes to `<name>.part`; a cut connection, or a killed process, leaves it there, and the next attempt asks for the rest with an
-HTTP Range request. A server that ignores the range (answers 200, not 206) makes it start again. Only a file whose size and SHA-256
-are as expected gets its final name, so a file without `.part` is complete. A finished file with another checksum is never
-overwritten: it may be the user's own.
+The content is written to `<name>.part`. A lost connection or a killed process leaves it there, and the next attempt
+requests the rest with an HTTP Range request. If the server ignores the range (answers 200, not 206), the download
+starts over. Only a file with the expected size and SHA-256 gets its final name, so a file without `.part` is complete.
+An existing file with another checksum is never overwritten: it may be the user's own.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _TIMEOUT_S = 30.0
 
 
 def download(url: str, target: Path, *, sha256: str, size: int, progress: Progress = silent) -> Path:
-    """Fetch `url` into `target` and return it; does nothing when the right file is already there."""
+    """Fetch `url` into `target` and return it. A no-op if the right file is already there."""
     if target.exists():
         found = sha256_of(target)
         if found != sha256:
@@ -66,7 +66,7 @@ def _fetch_rest(url: str, part: Path, size: int, progress: Progress) -> None:
                 done += len(piece)
                 progress(f"downloading {part.stem}", done, size)
                 if done > size:
-                    return  # more than announced: the checksum will name it, there is no need to fetch all of it
+                    return  # larger than expected: `_finish` reports it, no need to fetch the rest
 
 
 def _finish(url: str, part: Path, target: Path, sha256: str, size: int, error: Exception | None) -> None:
@@ -79,7 +79,7 @@ def _finish(url: str, part: Path, target: Path, sha256: str, size: int, error: E
         )
     found = sha256_of(part)
     if have > size or found != sha256:
-        part.unlink()  # resuming a wrong file would never end; nothing of the user's is lost
+        part.unlink()  # a wrong file must not be resumed forever; it is no file of the user
         raise DataError(
             f"{url}: the download has {have} bytes and SHA-256 {found}, expected {size} bytes and {sha256}; it was discarded. "
             "The publisher may have changed the file"

@@ -1,8 +1,8 @@
-"""What can be wrong with data: the error type, and the counter of bad rows.
+"""Errors of data: the exception, and the counter of bad rows.
 
-A real log has a few broken lines. Dropping them silently hides a broken download; stopping at the first one makes the data
-unusable. So bad rows are counted, the first few are kept with line number and reason, and the build fails when their share
-exceeds a threshold (default one in a thousand).
+A real log has a few broken lines. Dropping them silently would hide a broken download; stopping at the first one would
+make the data unusable. So bad rows are counted, the first few are kept with line number and reason, and the build fails
+if their share exceeds a threshold (by default one in a thousand).
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ _SHOWN_CHARACTERS = 80
 
 
 class DataError(ValueError):
-    """A data set, a cache or a download is not what it should be; the message names the file and the way out."""
+    """A data set, a cache or a download is damaged or missing; the message names the file and what to do."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BadRow:
 
 @dataclass
 class BadRows:
-    """Counter of rejected lines with a few examples, and the rule that decides when there are too many."""
+    """Counts rejected lines, keeps a few as examples, and decides when there are too many."""
 
     limit: float = MAX_BAD
     total: int = 0
@@ -60,7 +60,7 @@ class BadRows:
 
     @property
     def wants_examples(self) -> bool:
-        """Whether another example would be kept: lets vectorised readers skip the work of explaining the rest."""
+        """Whether another example would be kept. If not, vectorized readers need not explain further bad rows."""
         return len(self.examples) < KEPT_EXAMPLES
 
     def check(self, where: str) -> None:

@@ -1,12 +1,12 @@
-"""What was known strictly before a moment: counts, sums, last times and history windows, exact and vectorised.
+"""Features of the past, strictly before a time: counts, sums, last times and history windows, exact and vectorized.
 
-Every feature of the past in this room comes from here, so that "no leak" is one property of one file. Events (key, time) are
-sorted once by key, then time, and packed into one integer per event:
+Every feature of the past in this package comes from here, so the absence of leaks depends on this file only. Events
+(key, time) are sorted once by key, then time, and packed into one integer per event:
 
     code = key * 2^32 + (time - origin)
 
-The number of events of key k with time < t is then the distance between two binary searches, search(k, t) - search(k, 0), both on
-the left side: an event *at* t is never counted, also not one of the same basket or the same second.
+The number of events of key k with time < t is then the distance between two binary searches, search(k, t) - search(k,
+0), both on the left side: an event *at* t is never counted, nor is one of the same basket or the same second.
 """
 
 import numpy as np
@@ -17,10 +17,10 @@ _SHIFT = 32
 
 
 class Past:
-    """Events by key, answering questions about the time strictly before t."""
+    """Events by key, with queries about the time strictly before t."""
 
     def __init__(self, keys: Array, times: Array) -> None:
-        """Take parallel arrays of keys (>= 0) and integer times; simultaneous events of a key keep their given order."""
+        """Index parallel arrays of keys (>= 0) and integer times. Simultaneous events of a key keep their order."""
         keys = keys.astype(np.int64, copy=False)
         times = times.astype(np.int64, copy=False)
         if len(keys) and (keys.min() < 0 or keys.max() >= 1 << 31):
@@ -46,7 +46,7 @@ class Past:
         return np.searchsorted(self._codes, base), np.searchsorted(self._codes, base + offset)
 
     def count(self, keys: Array, times: Array) -> Array:
-        """Return how many events of each key lie strictly before each time."""
+        """Return how many events of each key are strictly before each time."""
         first, last = self.range_before(keys, times)
         return last - first
 

@@ -1,11 +1,11 @@
-"""The one way to open a data set.
+"""Open a data set.
 
-`load` and `load_sequences` open the cache if there is one, otherwise build it from the raw files: those in `source`, those that
-`loka data get` has put under the root, or those inside an installed package. They never download: a function that trains a
-model should not start to talk to the network. `fetch_raw` does, and only when called.
+`load` and `load_sequences` open the cache if there is one. Otherwise they build it from the raw files: those in
+`source`, those that `loka data get` has downloaded to the root, or those inside an installed package. They never
+download, because a function that trains a model should not access the network. Only `fetch_raw` downloads.
 
-The root is `root=`, else $LOKA_DATA, else $XDG_CACHE_HOME/loka, else ~/.cache/loka. Under it: raw/<name>/ for raw files,
-<name>/ranking-<options>/ and <name>/sequences-<options>/ for caches, one folder per choice of options.
+The root is `root=`, else $LOKA_DATA, else $XDG_CACHE_HOME/loka, else ~/.cache/loka. It contains raw/<name>/ for raw
+files, and <name>/ranking-<options>/ and <name>/sequences-<options>/ for caches, one folder per choice of options.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def load(
     """Open a ranking data set, building its cache on first use.
 
     Args:
-        name: as `loka data` lists it.
-        root: folder of raw data and caches; None is the default one.
+        name: a name that `loka data` lists.
+        root: folder of raw data and caches; None is the default.
         source: folder or file with the raw data.
         rebuild: replace an existing cache.
         verify: check the checksum of every column, about a second per gigabyte.
-        max_bad: largest share of bad raw rows that is accepted.
-        progress: told what is being done.
-        options: of the data set, see its module.
+        max_bad: largest accepted share of bad raw rows.
+        progress: called with (stage, done, total).
+        options: options of the data set, see `Options` in its module.
 
     Returns:
         A schema and three splits.
 
     Raises:
-        ValueError: no such data set, or files that are missing or damaged, by name.
+        ValueError: the data set is unknown, or a file is missing or damaged.
 
     Example:
         >>> data = load("complete-journey")
@@ -87,17 +87,17 @@ def load_sequences(
     """Open a sequence data set, building its cache on first use.
 
     Args:
-        name: as `loka data` lists it.
+        name: a name that `loka data` lists.
         root: as for `load`, like all that follow.
         source: raw data.
         rebuild: replace the cache.
         verify: check checksums.
         max_bad: accepted share of bad rows.
-        progress: told what is being done.
-        options: of the data set.
+        progress: called with (stage, done, total).
+        options: see `SequenceOptions` in the data set's module.
 
     Returns:
-        Users' histories in three splits.
+        The users' histories in three splits.
 
     Example:
         >>> data = load_sequences("ml-1m")
@@ -112,7 +112,7 @@ def load_sequences(
 
 
 def is_cached(name: str, kind: str, *, root: str | Path | None = None, **options: Any) -> bool:
-    """Say whether a cache for these options is there (it may still be damaged: `load` finds out)."""
+    """Return True if there is a cache for these options. It may still be damaged, which `load` detects."""
     entry = find_entry(name, kind)
     module = import_module(entry.module)
     chosen = _make_options(entry, module.Options if kind == "ranking" else module.SequenceOptions, options)
@@ -120,7 +120,7 @@ def is_cached(name: str, kind: str, *, root: str | Path | None = None, **options
 
 
 def cache_folder(root: Path, name: str, kind: str, options: Mapping[str, Any]) -> Path:
-    """Return where the cache for these options lives."""
+    """Return the folder of the cache for these options."""
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
     return root / name / f"{kind}-{digest}"
 
@@ -207,7 +207,7 @@ def _run_build(
     try:
         with writer:
             build.function(files, build.chosen, writer, progress)
-    except failures as error:  # whatever polars cannot digest lies in the raw files
+    except failures as error:  # what polars cannot read is a fault of the raw files
         names = [str(path) for path in files.values()]
         raise DataError(f"{build.entry.name}: the raw files {names} cannot be processed: {error}") from error
 
@@ -221,7 +221,7 @@ def _make_options(entry: Entry, kind: type[Any], given: dict[str, Any]) -> Any:
 
 
 def fetch_raw(name: str, *, root: str | Path | None = None, progress: Progress = silent) -> Path:
-    """Download the raw files of a data set from its publisher; returns their folder."""
+    """Download the raw files of a data set from its publisher and return their folder."""
     from loka.data.download import download
 
     entry = find_entry(name)
@@ -237,7 +237,7 @@ def fetch_raw(name: str, *, root: str | Path | None = None, progress: Progress =
 
 
 def list_caches(name: str, *, root: str | Path | None = None, verify: bool = False) -> dict[Path, Manifest | DataError]:
-    """Return every cache folder of a data set with its manifest, or with what is wrong with it."""
+    """Return every cache folder of a data set with its manifest, or with the error if it is damaged."""
     folder = data_root(root) / find_entry(name).name
     found: dict[Path, Manifest | DataError] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:

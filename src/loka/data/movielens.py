@@ -1,17 +1,19 @@
-"""MovieLens 1M: one million ratings of 3,706 movies by 6,040 users, 2000-2003 (GroupLens; research use, no redistribution).
+"""MovieLens 1M: a million ratings of 3,706 movies by 6,040 users, 2000-2003 (GroupLens; research, no redistribution).
 
-**Task.** Will this user like this movie? label `liked` = rating >= 4. Every rating is an example; there are no sampled negatives, so
-the question is about taste, not about which movies a user gets to see.
+**Task.** Will this user like this movie? label `liked` = rating >= 4. Every rating is an example; there are no sampled
+negatives, so the question is about taste, not about which movies a user gets to see.
 
-**Split by time, globally.** The last 10 % of the ratings are test, the last 10 % of the rest validation. Each cut falls on a
-timestamp: ratings of the same second stay on one side, so no test rating is older than a training rating.
+**Split by time, globally.** The last 10 % of the ratings are test, the last 10 % of the rest validation. Each cut falls
+on a timestamp: ratings of the same second stay on one side, so no test rating is older than a training rating.
 
-**Features.** User, movie, demographics, release decade, weekday and hour; genres as a bag; the movies the user liked before, oldest
-first, as `history`; counts, shares of likes and idle times of user and movie. All of the past means strictly earlier seconds:
-MovieLens users rate dozens of movies within one second, and none of those sees another. Shares of likes are smoothed with five
-imaginary ratings at one half, a constant, so they carry nothing from the future either.
+**Features.** User, movie, demographics, release decade, weekday and hour; genres as a bag; the movies the user liked
+before, oldest first, as `history`; counts, shares of likes and idle times of user and movie. All of the past means
+strictly earlier seconds: MovieLens users rate dozens of movies within one second, and none of those sees another.
+Shares of likes are smoothed with five imaginary ratings at one half, a constant, so they carry nothing from the future
+either.
 
-**Baseline** (benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.776, without the dense features 0.757.
+**Baseline** (benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.776, without the
+dense features 0.757.
 
 The official archive has three files with `::` between the parts, in Latin-1. They are read from ml-1m.zip or unpacked.
 """
@@ -51,7 +53,7 @@ _DENSE = ("user_ratings", "user_like_share", "user_idle_days", "movie_ratings", 
 
 @dataclass(frozen=True)
 class Options:
-    """What the ranking cache depends on."""
+    """Options of the ranking cache; each choice has its own cache."""
 
     max_history: int = 50
 
@@ -62,9 +64,9 @@ class Options:
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """What the sequence cache depends on."""
+    """Options of the sequence cache; each choice has its own cache."""
 
-    min_rating: int = 1  # keep ratings of at least this; 1 keeps all, the usual protocol
+    min_rating: int = 1  # keep ratings of at least this; 1 keeps all, as is usual
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_rating <= 5:

@@ -1,4 +1,4 @@
-"""How long jobs tell what they are doing: a callable, so that this room knows no progress bar."""
+"""Progress of long jobs: a callable, so that this package does not depend on a progress bar."""
 
 from collections.abc import Callable
 
@@ -7,4 +7,4 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def silent(stage: str, done: int, total: int | None) -> None:
-    """Say nothing."""
+    """Report nothing."""

@@ -31,21 +31,21 @@ class Split:
         world: int = 1,
         epoch: int = 0,
     ) -> BatchStream:
-        """Iterate one epoch. The order depends on (seed, epoch) alone; give each epoch its number for a new order."""
+        """Iterate one epoch. The order depends only on (seed, epoch): pass the epoch's number for a new order."""
         order = Order(len(self), shuffle, seed, epoch, rank, world)
         return BatchStream(self.source, order, batch_size, drop_last=drop_last)
 
 
 @dataclass(frozen=True)
 class RankingData:
-    """Schema, train / valid / test, and where they came from.
+    """A ranking data set: its schema, its splits, and where they came from.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         schema: its columns.
-        train: split to train on.
-        valid: later in time.
-        test: last in time.
+        train: the training split.
+        valid: the validation split, later in time.
+        test: the test split, last in time.
         info: provenance for reports: options, source checksums, bad rows, cache folder.
 
     Example:

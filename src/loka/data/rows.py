@@ -1,8 +1,8 @@
 """Rows in numpy, between a source (a cache on disk, a generator) and a Batch.
 
-A Source answers `read(ranges)` with Rows. Ragged columns stay lazy: a Windows keeps (start, length) pairs into a shared array
-of values, so shuffling moves two integers per example, and the values are gathered once, when a batch is made. Histories of one
-user overlap almost entirely; as windows they are stored once.
+`Source.read(ranges)` returns Rows. Ragged columns stay lazy: Windows hold (start, length) pairs into a shared array of
+values, so shuffling moves two integers per example, and values are gathered once, when a batch is made. Histories of
+one user overlap almost entirely; as windows they are stored once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Windows:
         return Windows(self.values, self.start[index], self.length[index])
 
     def gather(self) -> tuple[Array, Array]:
-        """Return (int64 values, int64 offsets) of all rows, one vectorised gather."""
+        """Return (int64 values, int64 offsets) of all rows, with one vectorized gather."""
         length = self.length.astype(np.int64, copy=False)
         offsets = np.zeros(len(length) + 1, np.int64)
         np.cumsum(length, out=offsets[1:])
@@ -44,7 +44,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Rows:
-    """A run of examples, row-major."""
+    """A block of examples, row-major."""
 
     dense: Array
     categorical: Array
@@ -67,7 +67,7 @@ class Rows:
 
 
 class Source(Protocol):
-    """Anything that can produce examples by position. Reading is a pure function of the ranges."""
+    """Produces examples by position. Reading is a pure function of the ranges."""
 
     def __len__(self) -> int: ...
 
@@ -76,7 +76,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Name the exact data, so that a saved stream position is not applied to other data."""
+        """A string that identifies the exact data, so that a saved stream position is not applied to other data."""
         ...
 
 
@@ -93,7 +93,7 @@ def make_batch(pieces: Sequence[Rows]) -> Batch:
 
 
 def _join(arrays: list[Array], dtype: type) -> Array:
-    # Always a copy: a batch must not keep the 65,536-row window it was cut from alive, nor share memory with it.
+    # Always a copy: a batch must not keep alive, or share memory with, the 65,536-row window it was cut from.
     if len(arrays) == 1:
         return np.array(arrays[0], dtype=dtype, order="C", copy=True)
     return np.concatenate(arrays).astype(dtype, copy=False)

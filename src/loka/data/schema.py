@@ -1,7 +1,7 @@
-"""What the columns of a data set are called and how large their vocabularies are.
+"""The columns of a data set and the sizes of their vocabularies.
 
-A schema is all a model needs to size its embedding tables: it holds no data. Ids of a field lie in [0, cardinality), and
-id 0 is "unknown or missing", so a field with v known values has cardinality v + 1.
+A schema contains no data, only what a model needs to size its embedding tables. Ids of a field are in [0, cardinality),
+and id 0 is "unknown or missing", so a field with v known values has cardinality v + 1.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class Field:
     """A categorical column.
 
     Args:
-        name: of the column.
-        cardinality: rows of its table; id 0 is "unknown or missing".
+        name: name of the column.
+        cardinality: rows of its embedding table; id 0 is "unknown or missing".
 
     Example:
         >>> Field("store", 120)
@@ -31,10 +31,10 @@ class SequenceField:
     """A ragged column: at most `max_length` ids per example, oldest first.
 
     Args:
-        name: of the column.
-        cardinality: of its vocabulary.
-        max_length: ids of an example.
-        shares: the categorical field whose vocabulary, and table, it uses; None: its own.
+        name: name of the column.
+        cardinality: size of its vocabulary.
+        max_length: largest number of ids of an example.
+        shares: the categorical field whose vocabulary and embedding table it shares; None: it has its own.
 
     Example:
         >>> SequenceField("last_products", 5000, 20, shares="product")
@@ -56,10 +56,10 @@ class Schema:
     """The columns of a ranking data set, in the order in which a Batch stacks them.
 
     Args:
-        dense: names of numbers.
+        dense: names of the numeric columns.
         categorical: columns of ids.
         sequences: ragged columns of ids.
-        labels: names of what is predicted.
+        labels: names of the targets.
 
     Example:
         >>> Schema(("price",), (Field("store", 120),), (), ("bought",))

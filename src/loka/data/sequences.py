@@ -1,14 +1,16 @@
 """Sequence data: what each user did, in order, for next-item and next-basket models.
 
-Items have ids 1..n_items; 0 is padding. Two ways to hold something out, both leak-free by construction:
+Items have ids 1..n_items; 0 is padding. There are two ways to hold items out, both leak-free by construction:
 
-- leave last out (the default, where only the order is known): the last item of a user is the test target, the one before it the
-  validation target, everything before is for training;
-- by time (where baskets are known): the first basket after a moment is the target, everything before that moment is history.
-  Items inside a basket have no order, so the target is a set.
+- leave last out (the default, if only the order is known): the last item of a user is the test target, the one before
+it
+  the validation target, everything before is for training;
+- by time (if baskets are known): the first basket after a given time is the target, everything before that time is
+  history. Items inside a basket have no order, so the target is a set.
 
-A validation history ends before the validation target, a test history before the test target (it contains the validation target).
-All of it is small (a million events), so it lives in memory; batches are cut by user, in a deterministic order, resumable.
+A validation history ends before the validation target, a test history before the test target (it contains the
+validation target). All events are kept in memory (about a million). Batches are formed by user, in a deterministic,
+resumable order.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Some users: their past, and what came next."""
+    """A batch of users: their histories, and what came next."""
 
     users: Tensor  # int64 [B]
     history: Jagged  # item ids, oldest first, at most max_length, the most recent ones
-    times: Jagged | None  # seconds, parallel to the history, where the data has them
+    times: Jagged | None  # seconds, parallel to the history; None if the data has none
     targets: Jagged  # held-out items: one per user, or a basket; empty rows in the training split
 
     def to(self, device: torch.device | str) -> SequenceBatch:
@@ -50,7 +52,7 @@ class SequenceBatch:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """One part: windows of the shared events for history and target, one row per user."""
+    """One split: windows into the shared events for history and target, one row per user."""
 
     name: str
     items: Tensor
@@ -72,7 +74,7 @@ class SequenceSplit:
         drop_last: bool = False,
         epoch: int = 0,
     ) -> SequenceStream[SequenceBatch]:
-        """Iterate one epoch over the users; the order depends on (seed, epoch) alone."""
+        """Iterate one epoch over the users. The order depends only on (seed, epoch)."""
         if max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length}")
         return SequenceStream(
@@ -98,16 +100,16 @@ class SequenceStream(Generic[B]):
     """Iterator over the batches of one epoch; the position can be saved and restored.
 
     Args:
-        cut: makes the batch of some rows.
-        rows: how many there are.
+        cut: makes the batch of the given rows.
+        rows: number of rows.
         batch_size: rows in a batch.
-        shuffle: visit them in an order that depends on (seed, epoch) alone.
-        seed: of the order.
-        epoch: of the order.
-        drop_last: leave an incomplete batch out; with `world`, also rows that would make ranks differ.
-        rank: whose share.
-        world: of how many.
-        identity: what else a saved position belongs to.
+        shuffle: visit the rows in an order that depends only on (seed, epoch).
+        seed: seed of the order.
+        epoch: epoch of the order.
+        drop_last: drop an incomplete batch; with `world`, also rows that would make the ranks' counts differ.
+        rank: this process.
+        world: number of processes.
+        identity: further properties that a saved position must match.
     """
 
     def __init__(
@@ -152,11 +154,11 @@ class SequenceStream(Generic[B]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it is a position in."""
+        """Return the position and the identity of the stream."""
         return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved; refuses a state of another stream."""
+        """Continue where `state` was saved. Raises if it is from another stream."""
         differing = [f"{k}: saved {state.get(k)!r}, here {v!r}" for k, v in self._identity.items() if state.get(k) != v]
         position = state.get("position")
         if differing or not isinstance(position, int) or not 0 <= position <= self._count:
@@ -166,20 +168,20 @@ class SequenceStream(Generic[B]):
 
 @dataclass(frozen=True)
 class SequenceData:
-    """All events of all users, and how to hold some out.
+    """All events of all users, and how they are split.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         items: row u has the items of user u, oldest first, ids >= 1.
         n_items: largest id.
-        times: int64 [events] seconds, parallel to items.values; None where only the order is known.
-        baskets: int64 [events], rising within a user; None where every event stands alone.
+        times: int64 [events] seconds, parallel to items.values; None if only the order is known.
+        baskets: int64 [events], increasing within a user; None if every event is its own basket.
         split_times: first second of (valid, test); None: leave last out.
         item_keys: the publisher's id of item i at [i]; [0] is padding.
-        titles: of item i at [i]; [0] is empty.
-        texts: everything the data says about item i in words, at [i]; [0] is empty.
-        folder: of the cache.
-        semantic_id_names: indexes kept beside it.
+        titles: title of item i at [i]; [0] is empty.
+        texts: all text about item i at [i]; [0] is empty.
+        folder: folder of the cache.
+        semantic_id_names: names of the semantic-ID indexes in the cache.
         info: provenance for reports.
 
     Example:
@@ -213,7 +215,7 @@ class SequenceData:
 
     @cached_property
     def train(self) -> SequenceSplit:
-        """Histories to train on; no targets: every position predicts the next."""
+        """The training histories; no targets, as every position predicts the next."""
         first, last = self._bounds()
         end = self._before(self.split_times[0]) if self.split_times else np.maximum(last - 2, first)
         keep = np.flatnonzero(end > first)
@@ -242,7 +244,7 @@ class SequenceData:
         return offsets[:-1], offsets[1:]
 
     def _before(self, moment: int) -> Array:
-        """Return per user the first event at or after a moment."""
+        """Return per user the first event at or after a time."""
         assert self.times is not None
         first, _ = self._bounds()
         earlier = np.concatenate([[0], np.cumsum(self.times.numpy() < moment)])
@@ -284,7 +286,7 @@ def write_sequences(
     titles: list[str] | None = None,
     texts: list[str] | None = None,
 ) -> None:
-    """Write events, already sorted by user and then order, into a cache. Users are 0..n-1, items 1..len(item_keys)."""
+    """Write events, sorted by user and then order, into a cache. Users are 0..n-1, items 1..len(item_keys)."""
     if len(items) and (items.min() < 1 or items.max() > len(item_keys)):
         raise ValueError(f"item ids must lie in [1, {len(item_keys)}], got [{items.min()}, {items.max()}]")
     counts = np.bincount(users)

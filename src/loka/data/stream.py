@@ -1,17 +1,17 @@
 """Stream batches in a deterministic order, with bounded memory and an exact mid-epoch resume.
 
-The order is a pure function of (examples, seed, epoch, rank, world), so the saved state is one number: how many examples this
-rank has consumed. Shuffling a set that does not fit in memory, without random reads:
+The order is a pure function of (examples, seed, epoch, rank, world), so the saved state is one number: how many
+examples this rank has consumed. Shuffling a set that does not fit in memory, without random reads:
 
-1. cut the examples into chunks of 4,096 neighbours and permute the chunks (the only thing kept per epoch: 8 bytes per chunk);
-2. lay the permuted chunks end to end and give rank r the r-th of `world` equal stretches;
-3. read 16 chunks at a time (a window of 65,536 examples) and permute the examples inside the window.
+1. cut the examples into chunks of 4,096 neighbours and permute the chunks (the only thing kept per epoch: 8 bytes per
+chunk); 2. lay the permuted chunks end to end and give rank r the r-th of `world` equal stretches; 3. read 16 chunks at
+a time (a window of 65,536 examples) and permute the examples inside the window.
 
-Neighbours in the file may meet in one window, but a window mixes 16 chunks from all over the file, so a file sorted by time
-is well mixed. It is not a uniform permutation of the whole set, deliberately: that would need random reads.
+Neighbours in the file may meet in one window, but a window mixes 16 chunks from all over the file, so a file sorted by
+time is well mixed. It is not a uniform permutation of the whole set, deliberately: that would need random reads.
 
-Across ranks the counts differ by at most one example; with drop_last every rank sees exactly the same number of batches, which
-is what collective training needs.
+Across ranks the counts differ by at most one example; with drop_last every rank sees exactly the same number of
+batches, which is what collective training needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNKS_STREAM, _ROWS_STREAM = 0, 1
 
 @dataclass(frozen=True)
 class Order:
-    """In which order one rank visits `examples` rows in one epoch."""
+    """The order in which one rank visits `examples` rows in one epoch."""
 
     examples: int
     shuffle: bool
@@ -85,7 +85,7 @@ class BatchStream:
         self._window: tuple[int, Rows] | None = None
 
     def __len__(self) -> int:
-        """Batches in the whole epoch, wherever the position is."""
+        """Return the number of batches in the whole epoch, whatever the position."""
         return -(-self._count // self._batch_size)
 
     def __iter__(self) -> BatchStream:
@@ -106,7 +106,7 @@ class BatchStream:
         return make_batch(pieces)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it is a position in; plain values, safe for JSON."""
+        """Return the position and the identity of the stream, as plain values that are safe for JSON."""
         return {
             "position": self._position,
             "batch_size": self._batch_size,
@@ -121,7 +121,7 @@ class BatchStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was saved; refuses a state of another stream."""
+        """Continue exactly where `state` was saved. Raises if it is from another stream."""
         mine = self.state_dict()
         missing = sorted(mine.keys() - state.keys())
         if missing:
@@ -142,7 +142,7 @@ class BatchStream:
     def _read(self, number: int) -> Rows:
         if self._window is not None and self._window[0] == number:
             return self._window[1]
-        self._window = None  # free the old window before the new one is read: the bound is one window, not two
+        self._window = None  # free the old window before reading the next, so that only one is in memory
         start = self._low + number * WINDOW
         stop = min(start + WINDOW, self._low + self._count)
         rows = self._source.read(self._ranges(start, stop))

@@ -1,23 +1,25 @@
 """A synthetic click log of any size: generated while it is read, so it needs neither disk nor memory.
 
-**Ids** follow a bounded power law, P(k) ~ k^-alpha for k = 1..n, drawn by inverting the continuous distribution; one in a hundred
-is missing (id 0). Vocabularies range from 10 to `cardinality`, evenly in the logarithm.
+**Ids** follow a bounded power law, P(k) ~ k^-alpha for k = 1..n, drawn by inverting the continuous distribution; one in
+a hundred is missing (id 0). Vocabularies range from 10 to `cardinality`, evenly in the logarithm.
 
 **Dense features** are x = sinh(1.5 z), z ~ N(0, 1): heavy tails on both sides, monotone in z, so still learnable.
 
 **Labels** come from a hidden teacher: an effect per id, a linear part in tanh(z), and two interactions, user x item and
-history x item, as dot products of hidden vectors; label ~ Bernoulli(sigmoid(logit)). A linear model finds the first part only.
-The teacher keeps 4,096 hidden values per field and reads entry id mod 4096, so its size does not grow with the vocabularies.
+history x item, as dot products of hidden vectors; label ~ Bernoulli(sigmoid(logit)). A linear model finds the first
+part only. The teacher keeps 4,096 hidden values per field and reads entry id mod 4096, so its size does not grow with
+the vocabularies.
 
-**Stress mode.** Magnitude alone is harmless to a scaled format: the scale absorbs it. What hurts is range *inside* a scaling group.
-So with `stress`, on the dense features:
+**Stress mode.** Magnitude alone is harmless to a scaled format: the scale absorbs it. What hurts is range *inside* a
+scaling group. So with `stress`, on the dense features:
 
     x[i, c] = sinh(1.5 z[i, c]) * exp(sigma * g_i) * outlier_c + bias_c * expm1(growth * position_i / rows)
 
-g_i ~ N(0, 1) per row with sigma >= 4 (rows that share a tile or a tensor differ by e^10), a few outlier channels (one row differs
-by 1,000 inside itself), and biases that diverge as the log goes on.
+g_i ~ N(0, 1) per row with sigma >= 4 (rows that share a tile or a tensor differ by e^10), a few outlier channels (one
+row differs by 1,000 inside itself), and biases that diverge as the log goes on.
 
-Chunk k of split s is generated from the seed (seed, s, k) alone: any range can be produced on its own, in any order, exactly.
+Chunk k of split s is generated from the seed (seed, s, k) alone: any range can be produced on its own, in any order,
+exactly.
 """
 
 from collections.abc import Sequence
@@ -44,7 +46,7 @@ _SPLITS = ("train", "valid", "test")
 class Options:
     """Size and shape of the generated log."""
 
-    rows: int = 1_000_000  # training examples; validation and test have a tenth of that, at least 1,000 each
+    rows: int = 1_000_000  # training examples; validation and test have a tenth of this, at least 1,000 each
     dense: int = 13
     categorical: int = 26
     cardinality: int = 100_000  # of the largest fields, user and item
@@ -52,7 +54,7 @@ class Options:
     max_history: int = 20  # longest history; 0: no history
     seed: int = 0
     stress: bool = False
-    sigma: float = 4.0  # stress: deviation of the logarithm of the row scales
+    sigma: float = 4.0  # stress: standard deviation of the logarithm of the row scales
     outlier_channels: int = 2
     outlier_scale: float = 1000.0
     bias_growth: float = 5.0
@@ -106,11 +108,11 @@ class SyntheticSource:
         return self._rows
 
     def fingerprint(self) -> str:
-        """The options say everything."""
+        """A string of the options, which define the data."""
         return f"synthetic/{_SPLITS[self._split]}/{sorted(asdict(self._options).items())}"
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Rows:
-        """Generate the chunks that cover the ranges, and cut."""
+        """Generate the chunks that cover the ranges, and cut the ranges out."""
         parts = []
         for start, stop in ranges:
             for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
@@ -170,7 +172,7 @@ class _Teacher:
             out += self._effects[index, code[:, index]]
         item = self._item[code[:, 1]]
         out += (self._user[code[:, 0]] * item).sum(1)
-        # Mean of the history's item vectors: differences of a running sum, so that empty histories need no special case.
+        # Mean of the history's item vectors, from differences of a running sum, so empty histories are no special case.
         running = np.zeros((len(history.values) + 1, _RANK), np.float32)
         np.cumsum(self._item[history.values % _TABLE], axis=0, out=running[1:])
         total = running[history.start + history.length] - running[history.start]
@@ -228,7 +230,7 @@ def _concatenate(parts: list[Rows]) -> Rows:
 
 
 def _append(writer: CacheWriter, split: str, schema: Schema, rows: Rows, written: int) -> int:
-    """Append rows to a cache; returns how many sequence values that took."""
+    """Append rows to a cache, and return how many sequence values were written."""
     sequences, taken = {}, 0
     for name, windows in rows.sequences.items():
         values, offsets = windows.gather()

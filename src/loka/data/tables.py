@@ -1,6 +1,6 @@
-"""Read raw tables with polars, and turn everything that can be wrong with a file into a DataError that names it.
+"""Read raw tables with polars, and turn any damage of a file into a DataError that names it.
 
-Only preprocessing imports this: training reads the cache, which needs no polars.
+Only preprocessing imports this: training reads the cache, which does not need polars.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_parquet(path: Path, columns: Sequence[str]) -> pl.DataFrame:
         if missing:
             raise DataError(f"{path}: columns {missing} are missing; it has {sorted(present)}")
         return pl.read_parquet(path, columns=list(columns), use_pyarrow=False)
-    # polars answers some damage with an assertion of its own, which is no PolarsError and not even an Exception.
+    # For some damage polars raises a panic of its own, which is neither a PolarsError nor even an Exception.
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path}: not readable as Parquet ({reason}); the file may be damaged") from None
@@ -47,8 +47,9 @@ def read_gzip(path: Path) -> bytes:
 def split_lines(content: bytes, separator: str, names: Sequence[str], *, encoding: str = "utf-8") -> pl.DataFrame:
     """Split text into lines and lines into string columns.
 
-    The result has `__line` (number, from 1), `__text` and one column per name; a line with too few or too many parts has nulls
-    in all of them. Empty lines are dropped. Undecodable bytes become the replacement character: the line, not the file, is bad.
+    The result has `__line` (number, from 1), `__text` and one column per name; a line with too few or too many parts
+    has nulls in all of them. Empty lines are dropped. Undecodable bytes become the replacement character: the line, not
+    the file, is bad.
     """
     import polars as pl
 
@@ -70,8 +71,8 @@ def explain_bad(
 ) -> pl.Series:
     """Count the lines of `raw` for which `parsed` has a null, keep a few examples, and return which lines are good.
 
-    `parsed` holds the required columns after casting, row by row the same lines as `raw`. `ended` says whether the text ends with a
-    line end: a bad last line without one means that the file was cut, which is no matter of a few bad rows.
+    `parsed` has the required columns after casting, in the same rows as `raw`. `ended` says whether the text ends with
+    a newline: a bad last line without one means that the file is truncated, which is an error and not just a bad row.
     """
     import polars as pl
 

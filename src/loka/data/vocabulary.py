@@ -1,7 +1,7 @@
-"""Vocabularies: from the values of a column to ids 1..n, fitted on training data only; everything else is id 0.
+"""Vocabularies map the values of a column to ids 1..n. They are fitted on training data only; other values are id 0.
 
-Values are ordered by falling count, ties by value, so the most frequent value has id 1 and the same data always gives the same
-ids. A minimum count keeps rare values, which cannot be learned, out of the tables.
+Values are ordered by decreasing count, ties by value, so the most frequent value has id 1 and the same data always
+gives the same ids. A minimum count keeps rare values, which cannot be learned, out of the embedding tables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Vocabulary:
 
     @property
     def cardinality(self) -> int:
-        """Number of ids, the unknown 0 included."""
+        """Number of ids, including 0 for unknown values."""
         return len(self.values) + 1
 
     def encode(self, column: pl.Series) -> Array:

@@ -1,8 +1,8 @@
-"""ptq: post-training quantisation of a trained model, and the look at its distributions that says whether it will go well.
+"""ptq: quantize a trained model for serving, and analyze its distributions to see whether FP8 suits it.
 
-summary = loka.quantize(model, "rowwise")                        in place; by a recipe or a plan, optionally under a bound on the end metric
-loka.ptq.save(model, summary, "model.safetensors")               loads again without the original: loka.ptq.load_quantized(path)
-loka.ptq.export_compressed_tensors(model, summary, "folder")     for engines that read that layout
+summary = loka.quantize(model, "rowwise")                     in place, by a recipe or a plan
+loka.ptq.save(model, summary, "model.safetensors")            loka.ptq.load_quantized(path) needs no original weights
+loka.ptq.export_compressed_tensors(model, summary, "folder")  for engines that read this layout
 """
 
 from loka.ptq.checkpoint import load_quantized, save

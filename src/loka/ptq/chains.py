@@ -1,7 +1,8 @@
-"""Frozen chains as tensors and names: what a file holds of them, and how they come back.
+"""Save and restore frozen chains.
 
-A chain's weights are written as they multiply, FP8 with one scale; its scales between layers follow from the magnitudes in its unit. The 16-bit weights are not written: a chain that was loaded
-has FP8 values in their place, and cannot be reverted.
+A chain's weights are stored as they are multiplied: in FP8 with one scale. The scales between its layers follow from
+the magnitudes in its unit. The 16-bit weights are not stored: a loaded chain has dequantized FP8 values in their place
+and cannot be reverted.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from loka.units.placement import describe_chain
 
 
 def describe_chains(model: nn.Module) -> list[UnitPlan]:
-    """The chains of a model as units that can be placed again, scales included."""
+    """Describe a model's chains as units that can be placed again, including their scales."""
     return [_describe(model, chain) for _, chain in chains_of(model)]
 
 
@@ -36,7 +37,7 @@ def _describe(model: nn.Module, chain: Chain) -> UnitPlan:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's tensors as a file holds them: its state_dict, the weights of frozen chains in FP8 with a `weight_scale` each."""
+    """Return the tensors to save: the state_dict, with weights of frozen chains in FP8 and their `weight_scale`."""
     tensors: dict[str, Tensor] = model.state_dict()
     for _, chain in chains_of(model):
         if chain.frozen is not None:
@@ -47,7 +48,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def take_weights(tensors: dict[str, Tensor], units: Sequence[UnitPlan], dtype: torch.dtype) -> dict[str, QTensor]:
-    """The FP8 weights of chains out of a file's tensors, which hold them in `dtype` afterwards, as the model's own modules do."""
+    """Return the FP8 weights of chains from a file's tensors, and replace them there by their values in `dtype`."""
     taken = {}
     for name in (name for unit in units for name in unit.linears):
         data, scale = tensors.get(f"{name}.weight"), tensors.pop(f"{name}.weight_scale", None)
@@ -59,7 +60,7 @@ def take_weights(tensors: dict[str, Tensor], units: Sequence[UnitPlan], dtype: t
 
 
 def restore_chains(model: nn.Module, units: Sequence[UnitPlan], weights: dict[str, QTensor], backend: str) -> None:
-    """Place frozen chains on the weights they were saved with."""
+    """Place frozen chains with the weights that they were saved with."""
     for unit in fit_units(units, backend):
         chain = place(model, unit)
         device = chain.device

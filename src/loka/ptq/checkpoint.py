@@ -1,11 +1,12 @@
-"""Quantised models on disk: one safetensors file that loads without the original.
+"""Quantized models on disk: one safetensors file that loads without the original.
 
-    save(model, summary, path)              FP8 weights as they are, scales float32, everything else floating in `dtype` (16 bits)
+    save(model, summary, path)              FP8 weights, float32 scales, and all other floats in `dtype` (16-bit)
     load_quantized(path)                    builds a model of this library from the configuration in the header
-    load_quantized(path, build=factory)     fills a model of yours, from a factory that takes no arguments
+    load_quantized(path, build=factory)     fills your own model, from a factory that takes no arguments
 
-The header (key "loka") holds one JSON object: schema, kind, the family and configuration where the model is one of this library's, and the record of
-what was quantised how. The record says which modules to put in place before the tensors are read, and which chains after; names, shapes and dtypes must then agree exactly.
+The header (key "loka") holds one JSON object: schema, kind, the family and configuration if the model is one of this
+library's, and the record of what was quantized and how. The record tells which modules to replace before the tensors
+are loaded and which chains to place afterwards. Names, shapes and dtypes must then agree exactly.
 """
 
 import contextlib
@@ -39,16 +40,16 @@ KIND = "quantized_model"
 def save(
     model: nn.Module, summary: Summary, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write the model; an existing file is replaced only once the new one is complete.
+    """Save a quantized model. An existing file is replaced only when the new one is complete.
 
     Args:
-        model: what `quantize` returned the summary of.
-        summary: what was done to it.
-        path: a safetensors file.
-        dtype: of what is not quantised.
+        model: a model quantized with `quantize`.
+        summary: the summary that `quantize` returned.
+        path: the safetensors file to write.
+        dtype: the dtype of floating-point tensors that are not quantized.
 
     Raises:
-        ValueError: a part of the model runs in FP8 and cannot be written: a linear with fixed scales, or a chain that is not frozen.
+        ValueError: a part that runs in FP8 cannot be saved: a linear with static scales, or a chain that is not frozen.
 
     Example:
         >>> loka.ptq.save(model, loka.quantize(model, "rowwise"), "model.safetensors")
@@ -61,7 +62,7 @@ def save(
 
 
 def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) -> None:
-    """Refuse what runs in FP8 and has no FP8 weights that a file can hold; `chains`: whether it can hold chains."""
+    """Raise ValueError if a site in FP8 has no FP8 weights to save. `chains`: whether the file can hold chains."""
     modules = dict(named_sites(model))
     frozen = {link.linear for _, chain in chains_of(model) if chain.frozen is not None for link in chain.links}
     recorded = {name for unit in summary.record.units for name in unit.linears}
@@ -79,7 +80,7 @@ def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) 
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state_dict with floating tensors above one byte in `dtype`; scales stay float32."""
+    """Return the tensors with floats wider than one byte cast to `dtype`; scales stay in float32."""
     out = {}
     for name, tensor in tensors_of(model).items():
         wide = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith("weight_scale")
@@ -94,19 +95,20 @@ def load_quantized(
     device: torch.device | str = "cpu",
     backend: str = "auto",
 ) -> tuple[nn.Module, Summary]:
-    """Read a quantised model.
+    """Load a quantized model.
 
     Args:
-        path: what `save` wrote.
-        build: makes the model, for one that is not of this library; with the mods it had when it was quantised. What is not quantised gets the types that this model has.
-        device: where it will run.
-        backend: runs its GEMMs.
+        path: a file written by `save`.
+        build: makes the model, if it is not one of this library, with the mods it had when it was quantized. Tensors
+            that are not quantized get the dtypes of this model.
+        device: the device to load to.
+        backend: the backend of its GEMMs.
 
     Returns:
-        The model, in evaluation mode, and what was done to it.
+        The model, in eval mode, and its summary.
 
     Raises:
-        ValueError: the file is damaged, or is of another model; the message says what differs.
+        ValueError: the file is damaged or belongs to another model; the message says what differs.
 
     Example:
         >>> model, summary = loka.ptq.load_quantized("model.safetensors", build=MyModel)
@@ -120,18 +122,19 @@ def load_quantized(
     record = from_json(header["record"], Quantized, source=str(path))
     model = _build(path, header) if build is None else _build_own(build)
     if list(applied := mods.applied_to(model)) != record.mods:
-        raise ValueError(f"{path}: was quantised with the mods {', '.join(record.mods) or 'none'}, the model has {', '.join(applied) or 'none'}; hint: a build= that applies them, as loka.mods.apply does")  # fmt: skip
-    _place(path, model, record, backend)
+        raise ValueError(f"{path}: was quantized with the mods {', '.join(record.mods) or 'none'}, the model has {', '.join(applied) or 'none'}; hint: apply them in build= with loka.mods.apply")  # fmt: skip
+    _place_modules(path, model, record, backend)
     try:
         weights = take_weights(tensors, record.units, getattr(torch, header["dtype"]))
-        _fill(model, tensors, device, own_types=build is not None)
+        _load_tensors(model, tensors, device, own_types=build is not None)
         restore_chains(model.eval(), record.units, weights, backend)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model.eval().requires_grad_(False), Summary(record)
 
 
-def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, backend: str) -> None:
+def _place_modules(path: str | os.PathLike[str], model: nn.Module, record: Quantized, backend: str) -> None:
+    """Replace the recorded sites by quantized modules whose tensors are loaded later."""
     found = dict(candidates(model))
     recorded = {site.name: site for site in record.sites}
     if set(found) != set(recorded):
@@ -148,8 +151,11 @@ def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, ba
     put(model, new)
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | str, *, own_types: bool) -> None:
-    """`own_types`: what the file holds in fewer bits than the model's own type has is widened again, since the rest of a user's model may know no other."""
+def _load_tensors(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | str, *, own_types: bool) -> None:
+    """Load tensors into the model.
+
+    With `own_types`, floats are cast back to the model's own dtypes, because a user's model may not support others.
+    """
     expected = model.state_dict()
     if set(expected) != set(tensors):
         odd = sorted(set(expected) ^ set(tensors))[:5]
@@ -159,7 +165,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | s
             raise ValueError(f"{name} is {tuple(tensor.shape)}, the model's is {tuple(expected[name].shape)}")
     types = {name: expected[name].dtype if own_types and t.is_floating_point() and t.element_size() > 1 else t.dtype for name, t in tensors.items()}  # fmt: skip
     model.load_state_dict({name: t.to(device, types[name]) for name, t in tensors.items()}, assign=True)
-    for module in model.modules():  # buffers that no file holds, e.g. first rows of stacked tables
+    for module in model.modules():  # non-persistent buffers, e.g. first rows of stacked tables
         if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
             _make_buffers(module, device)
         module._buffers |= {name: b.to(device) for name, b in module._buffers.items() if b is not None}
@@ -173,7 +179,7 @@ def _make_buffers(module: nn.Module, device: torch.device | str) -> None:
         module.cardinality = torch.tensor(module.sizes, dtype=torch.int64, device=device)
     elif isinstance(module, MixtureOfExperts):
         module.load = torch.zeros(len(module.balance), dtype=torch.int64, device=device)
-    elif _is_made_again(module):  # e.g. rotary angles
+    elif _can_reset(module):  # e.g. rotary angles
         made: Any = module.to_empty(device=device, recurse=False)
         made.reset_parameters()
     else:
@@ -183,8 +189,8 @@ def _make_buffers(module: nn.Module, device: torch.device | str) -> None:
         )
 
 
-def _is_made_again(module: nn.Module) -> bool:
-    """Whether `reset_parameters` makes all that a module holds, and none of it comes from a file."""
+def _can_reset(module: nn.Module) -> bool:
+    """Return True if a module has only non-persistent buffers and a `reset_parameters` that makes them."""
     kept = set(module._buffers) - module._non_persistent_buffers_set
     return not module._parameters and not kept and callable(getattr(module, "reset_parameters", None))
 
@@ -200,14 +206,17 @@ def _plain(config: Any) -> Any:
 def _build(path: str | os.PathLike[str], header: dict[str, Any]) -> nn.Module:
     family, config = header.get("family"), header.get("config")
     if family not in FAMILIES or not isinstance(config, dict):
-        raise ValueError(f"{path}: holds no model of this library; give build=, a factory that makes it")
+        raise ValueError(f"{path}: not a model of this library; hint: pass build=, a factory that makes the model")
     with torch.device("meta"):
         return FAMILIES[family].model(_restore(FAMILIES[family].config, config))
 
 
 def _build_own(build: Callable[[], nn.Module]) -> nn.Module:
-    """Without storage where that will do; with it where values are needed: by mods that look at an example, for buffers that no file holds."""
-    with contextlib.suppress(Exception), torch.device("meta"):  # what is wrong with it by itself is raised below
+    """Build a user's model on the meta device if possible.
+
+    Real storage is needed for mods that run an example and for non-persistent buffers.
+    """
+    with contextlib.suppress(Exception), torch.device("meta"):  # errors of `build` itself are raised below
         model = build()
         if not any(module._non_persistent_buffers_set for module in model.modules()):
             return model
@@ -215,7 +224,7 @@ def _build_own(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _restore(kind: type, values: dict[str, Any]) -> Any:
-    """A config dataclass from its JSON: lists become tuples, nested dictionaries the dataclass the default or the annotation has."""
+    """Restore a config dataclass from JSON: lists become tuples, nested dictionaries the annotated dataclass."""
     from typing import get_args, get_type_hints
 
     hints = get_type_hints(kind)
@@ -235,7 +244,7 @@ def _read_header(path: str | os.PathLike[str], metadata: dict[str, str] | None) 
     try:
         header = json.loads((metadata or {})["loka"])
     except (KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: no JSON under 'loka' in its header: not a quantised model") from error
+        raise ValueError(f"{path}: no JSON under 'loka' in its header: not a quantized model") from error
     if not isinstance(header, dict) or header.get("kind") != KIND:
         raise ValueError(f"{path}: header says kind {header.get('kind')!r}, expected {KIND!r}")
     if header.get("schema") != SCHEMA:

@@ -1,12 +1,13 @@
-"""Distribution analysis: are a model's weights and activations the kind that FP8 likes?
+"""Analyze whether the distributions of a model's weights and activations suit FP8.
 
-    variance, AbsMax, AbsP99, kurtosis      per layer, of weights and of the activations that enter it
-    crest = absmax / rms inside a group     per Spec: a scaled format does not care how large numbers are, only how far apart those under one scale lie
+    variance, AbsMax, AbsP99, kurtosis      per layer, of weights and of input activations
+    crest = absmax / rms inside a group     per Spec: with scales, only the range of values that share a scale matters
     underflow                               share of non-zero elements that a Spec turns into zero
 
-Published (arXiv 2603.11486, orders of magnitude read from its text): weights of traditional rankers have variances up to about 1e7 and maxima above 1000,
-those of generative recommenders and of language models stay below a variance of 0.1. The verdict compares with these: "LLM-like" when every weight is on
-their side and activations have no group that loses more than a percent to zero, "ranker-like" when some weight is as large as a ranker's, else "between".
+Published (arXiv 2603.11486, orders of magnitude read from its text): weights of traditional rankers have variances up
+to about 1e7 and maxima above 1000; those of generative recommenders and language models stay below a variance of 0.1.
+The verdict compares with these: "LLM-like" if every weight is below and no group of activations loses more than a
+percent to zero, "ranker-like" if some weight is as large as a ranker's, otherwise "between".
 """
 
 import os
@@ -22,8 +23,8 @@ from loka.ptq.modules import Site
 from loka.records import GroupRange, LayerStats, Likeness, ModelStats, Reference
 
 SPECS = tuple(Spec.parse(text) for text in ("e4m3:tensor", "e4m3:row", "e4m3:1x128", "e4m3:128x128"))
-CHUNK = 2**22
-GROUP_ELEMENTS = 2**22  # of a tensor, at most, for the group ranges
+CHUNK = 2**22  # elements per update of the statistics
+GROUP_ELEMENTS = 2**22  # at most this many elements of a tensor are used for the group ranges
 LLM_VARIANCE, RANKER_VARIANCE, RANKER_ABSMAX = 0.1, 10.0, 1000.0
 UNDERFLOW = 0.01
 REFERENCES = [
@@ -35,7 +36,7 @@ REFERENCES = [
 
 @torch.no_grad()
 def analyze_tensor(name: str, kind: Any, values: Tensor) -> LayerStats:
-    """Statistics of one tensor; moments and maxima of all of it, group ranges of its first millions."""
+    """Return the statistics of one tensor: moments and maxima of all elements, group ranges of the first 2^22."""
     from loka.probe.statistics import Statistics
 
     rows = values.detach().reshape(-1, values.shape[-1])
@@ -64,7 +65,7 @@ def _finish(name: str, kind: Any, shape: list[int], seen: Any, rows: Tensor) -> 
 
 
 def measure_groups(x: Tensor, spec: Spec) -> GroupRange:
-    """Range inside the groups of one Spec, and what falls to zero."""
+    """Measure the range inside the groups of one Spec, and the share that underflows to zero."""
     amax = block_amax(x, spec.block)
     ones = torch.ones_like(x)
     count = _block_sum(ones, spec)
@@ -76,7 +77,7 @@ def measure_groups(x: Tensor, spec: Spec) -> GroupRange:
 
 
 def _block_sum(x: Tensor, spec: Spec) -> Tensor:
-    """Sums over the blocks of a matrix, shaped like its scales."""
+    """Sum over the blocks of a matrix; the result has the shape of its scales."""
     rows, cols = spec.block.rows, spec.block.cols
     rows, cols = (x.shape[0] if rows < 0 else rows), (x.shape[1] if cols < 0 else cols)
     padded = nn.functional.pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
@@ -93,18 +94,18 @@ def analyze_model(
     activations_of: str | None = None,
     trained: bool = True,
 ) -> ModelStats:
-    """What the matrices of a model look like.
+    """Analyze the weight matrices of a model and, optionally, the activations that enter its linears.
 
     Args:
-        model: any.
-        name: in the record.
-        source: where it comes from, for the record.
-        run: runs it on data, to see what enters its linears too.
-        activations_of: what that data is.
-        trained: without, there is no verdict.
+        model: any model.
+        name: the model's name in the record.
+        source: where the model comes from, for the record.
+        run: runs the model on data, to observe activations.
+        activations_of: a description of that data, for the record.
+        trained: whether the weights are trained; without training there is no verdict.
 
     Returns:
-        Sizes and shapes of distributions, layer by layer.
+        Statistics of every layer, and the verdict.
 
     Example:
         >>> analyze_model(model, name="mine", source="runs/x", run=lambda m: m(batch))
@@ -112,12 +113,12 @@ def analyze_model(
     weights = ((n, p) for n, p in model.named_parameters() if p.dim() >= 2)
     layers = [analyze_tensor(n.removesuffix(".weight"), "weight", p) for n, p in weights]
     if run is not None:
-        layers += _watch(model, run)
+        layers += _observe_activations(model, run)
     return conclude(name, source, layers, activations_of if run is not None else None, trained=trained)
 
 
 @torch.no_grad()
-def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[LayerStats]:
+def _observe_activations(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[LayerStats]:
     from loka.probe.statistics import Statistics
 
     seen: dict[str, Any] = {}
@@ -126,13 +127,13 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[LayerStats
     for name, module in model.named_modules():
         if isinstance(module, Site | FeatureMix):
 
-            def look(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            def observe(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
                 rows = args[0].detach().reshape(-1, args[0].shape[-1])
                 if name not in seen:
                     seen[name], first[name] = Statistics(rows.shape[1], rows.device), rows[:4096].clone()
                 seen[name].update(rows)
 
-            hooks.append(module.register_forward_pre_hook(look))
+            hooks.append(module.register_forward_pre_hook(observe))
     training = model.training
     model.eval()
     try:
@@ -145,24 +146,24 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[LayerStats
 
 
 def analyze_checkpoint(path: str | os.PathLike[str]) -> ModelStats:
-    """The matrices of any safetensors file, one at a time; FP8 weights are read with their scales.
+    """Analyze the matrices of a safetensors file, one at a time. FP8 weights are dequantized with their scales.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Returns:
-        As `analyze_model`, without activations.
+        Statistics as from `analyze_model`, without activations.
 
     Example:
         >>> analyze_checkpoint("model.safetensors").layers[0]
     """
-    layers = [analyze_tensor(name, "weight", tensor) for name, tensor in _read(path)]
+    layers = [analyze_tensor(name, "weight", tensor) for name, tensor in _read_matrices(path)]
     if not layers:
-        raise ValueError(f"{path}: holds no floating matrix")
+        raise ValueError(f"{path}: contains no floating-point matrix")
     return conclude(os.path.basename(os.fspath(path)), "file", layers, None)
 
 
-def _read(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
+def _read_matrices(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -173,14 +174,14 @@ def _read(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
                 if tensor.dim() < 2 or not tensor.is_floating_point() or name.endswith("weight_scale"):
                     continue
                 if tensor.element_size() == 1 and f"{name}_scale" in names:
-                    tensor = _decode(tensor, file.get_tensor(f"{name}_scale"))
+                    tensor = _dequantize(tensor, file.get_tensor(f"{name}_scale"))
                 yield name.removesuffix(".weight"), tensor
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
 
 
-def _decode(data: Tensor, scale: Tensor) -> Tensor:
-    """FP8 elements times scales whose grid tells the block: one per row, or one per 128 x 128."""
+def _dequantize(data: Tensor, scale: Tensor) -> Tensor:
+    """Multiply FP8 elements by their scales. The shape of the scales tells the block: a row, or 128 x 128."""
     extents = (-(-size // count) for size, count in zip(data.shape[-2:], scale.shape[-2:], strict=True))
     rows, cols = (128 if 1 < extent <= 128 else extent for extent in extents)
     return data.float() * expand_scale(scale, data.shape, Block(rows, cols))
@@ -189,7 +190,7 @@ def _decode(data: Tensor, scale: Tensor) -> Tensor:
 def conclude(
     name: str, source: str, layers: Iterable[LayerStats], activations_of: str | None, *, trained: bool = True
 ) -> ModelStats:
-    """The verdict of the layers, with its reasons; none for weights nobody trained, which look like their initialiser."""
+    """Draw the verdict from the layers, with reasons. Untrained weights look like their initializer and get none."""
     found = list(layers)
     weights = [layer for layer in found if layer.kind == "weight"]
     widest = max(weights, key=lambda layer: layer.variance)

@@ -1,11 +1,12 @@
-"""The quantised model in the layout of compressed-tensors: a folder with `config.json` and `model.safetensors`.
+"""Export the quantized model in the layout of compressed-tensors: a folder with `config.json` and `model.safetensors`.
 
     weights per channel, activations per token       strategies "channel" and "token"
     weights 128x128, activations 1x128               strategies "block" [128, 128] and "group" 128
 
-Every target is a two-dimensional weight there, so a layer of experts becomes one linear per expert: `ffn.down` [E, N, K] is written as
-`ffn.down.0.weight` ... with its own scale. What the layout cannot say (other formats than E4M3, power-of-two or static scales, other
-blocks) raises and names the site. The config says how tensors are stored; the architecture is this library's, so another engine must know it.
+Every target in this layout is a two-dimensional weight, so a layer of experts becomes one linear per expert: `ffn.down`
+[E, N, K] is written as `ffn.down.0.weight` ... with its own scale. What the layout cannot express (formats other than
+E4M3, power-of-two or static scales, other blocks) raises an error that names the site. The config describes how tensors
+are stored; the architecture is this library's, so another engine must implement it.
 """
 
 import json
@@ -34,17 +35,17 @@ _SCHEMES: dict[tuple[Block, Block], tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def quantization_config(model: nn.Module, summary: Summary) -> dict[str, Any]:
-    """The `quantization_config` object: one group per pair of Specs, and what is ignored.
+    """Return the `quantization_config` for config.json: one group per pair of Specs, and the sites that are ignored.
 
     Args:
-        model: what `quantize` returned the summary of.
-        summary: what was done to it.
+        model: a model quantized with `quantize`.
+        summary: the summary that `quantize` returned.
 
     Returns:
-        What stands under that name in the folder's config.json.
+        The value of `quantization_config`.
 
     Raises:
-        ValueError: a pair of Specs has no spelling there.
+        ValueError: the layout does not support a pair of Specs.
 
     Example:
         >>> quantization_config(model, summary)["format"]
@@ -85,20 +86,20 @@ def export_compressed_tensors(
     """Write config.json and model.safetensors into a folder, in the layout of compressed-tensors.
 
     Args:
-        model: what `quantize` returned the summary of.
-        summary: what was done to it.
-        folder: made where it is missing.
-        dtype: of what is not quantised.
+        model: a model quantized with `quantize`.
+        summary: the summary that `quantize` returned.
+        folder: the folder to write to; created if missing.
+        dtype: the dtype of floating-point tensors that are not quantized.
 
     Raises:
-        ValueError: a site runs in a way that the layout cannot say; nothing was written.
+        ValueError: the layout does not support how a site runs; nothing was written.
 
     Example:
         >>> loka.ptq.export_compressed_tensors(model, summary, "for_the_engine")
     """
     target = Path(folder)
     refuse_unpacked(model, summary, chains=False)
-    config = quantization_config(model, summary)  # refuses before anything is written
+    config = quantization_config(model, summary)  # raises before anything is written
     target.mkdir(parents=True, exist_ok=True)
     experts = {name for name, m in model.named_modules() if isinstance(m, QuantizedExperts)}
     tensors: dict[str, Tensor] = {}

@@ -1,15 +1,16 @@
-"""Quantised modules: FP8 weights with their scales as buffers, activations quantised on the way in.
+"""Quantized modules: FP8 weights and their scales as buffers; activations are quantized in forward.
 
-    QuantizedLinear     y = dequantise(q(x)) W^T + b          stands for an nn.Linear
-    QuantizedExperts    the same for every expert's rows      stands for a GroupedLinear
+    QuantizedLinear     y = dequantize(q(x)) W^T + b          replaces an nn.Linear
+    QuantizedExperts    the same for every expert's rows      replaces a GroupedLinear
 
-The weight is quantised once; there is no gradient. `weight` keeps its name and shape, so a state_dict differs from the original's by its dtype
-and by one `weight_scale` per site. `model.to(dtype)` and `.half()` move such a module, and leave its FP8 bytes and its float32 scales alone: cast to
-16 bits they would be neither quantised nor right.
+The weight is quantized once, and there is no gradient. `weight` keeps its name and shape, so the state_dict differs
+from the original's only by the dtype and one `weight_scale` per site. `model.to(dtype)` and `.half()` leave the FP8
+weights and float32 scales unchanged: cast to 16-bit, they would no longer be correct.
 
-Beside its buffers a module holds the weight as its backend reads it (`loka.kernels.prepared`): the buffers themselves at most widths, a padded copy at 13, 27 or
-479. It is made anew whenever the buffers move, are loaded or written into, and is no part of a state_dict. Buffers that were exchanged (an assignment,
-torch.func.functional_call) are what runs, laid out in the call.
+Besides its buffers a module holds the weight in the layout its backend reads (`loka.kernels.prepared`): the buffers
+themselves at most widths, a padded copy at 13, 27 or 479. It is rebuilt when the buffers are moved, loaded or written
+to, and is not part of the state_dict. If the buffers are replaced (by assignment or torch.func.functional_call), the
+new ones are prepared in the call.
 """
 
 from collections.abc import Callable
@@ -33,14 +34,14 @@ Site = nn.Linear | GroupedLinear
 
 
 class _Quantized(nn.Module):
-    """What both have: the weight as two buffers that casts do not touch, and as `ready` for the GEMM."""
+    """Base class: the weight as two buffers that casts do not change, and as `ready` for the GEMM."""
 
-    loka_packed = True  # what `loka.revert` refuses: the 16-bit weight is gone
+    loka_packed = True  # `loka.revert` refuses such modules: the 16-bit weight is gone
     weight: Tensor
     weight_scale: Tensor
     ready: QTensor
-    _source: tuple[Tensor, Tensor]  # the buffers that `ready` was made from, and what their version counters said
-    _versions: tuple[int, int]
+    _source: tuple[Tensor, Tensor]  # the buffers that `ready` was made from
+    _versions: tuple[int, int]  # their version counters at that time
 
     def __init__(self, weight: QTensor, activation: Spec, backend: str, fast_accum: bool) -> None:
         super().__init__()
@@ -58,22 +59,22 @@ class _Quantized(nn.Module):
         self._source, self._versions = (self.weight, self.weight_scale), _versions_of(self.weight, self.weight_scale)
 
     def _current(self) -> QTensor:
-        """`ready`, unless the buffers are not what it was made from any more."""
+        """Return `ready`, rebuilt if the buffers have changed since."""
         weight, scale = self._source
         if self.weight is not weight or self.weight_scale is not scale:
-            return self._prepare()  # not kept: functional_call puts the old ones back
+            return self._prepare()  # not cached: functional_call restores the old buffers
         if not torch.compiler.is_compiling() and self._versions != _versions_of(weight, scale):
             self._make_ready()
         return self.ready
 
     @property
     def qweight(self) -> QTensor:
-        """The weight as the kernels take it."""
+        """The weight as a QTensor."""
         return QTensor(self.weight, self.weight_scale, self.weight_spec)
 
     @property
     def activation(self) -> Spec:
-        """The Spec of what comes in."""
+        """The Spec of the quantized input."""
         return self.bound.a
 
     @property
@@ -96,7 +97,7 @@ class _Quantized(nn.Module):
         self._make_ready()
 
     def extra_repr(self) -> str:
-        """Shape and precision."""
+        """Show shape and precision."""
         return f"{tuple(self.weight.shape)}, {self.bound}"
 
 
@@ -104,11 +105,11 @@ class QuantizedLinear(_Quantized):
     """An nn.Linear in low precision, for inference.
 
     Args:
-        weight: quantised.
-        activation: Spec of what comes in.
-        bias: in high precision.
-        backend: runs the product.
-        fast_accum: sums may stay in the tensor cores.
+        weight: the quantized weight [N, K].
+        activation: Spec of the quantized input.
+        bias: in high precision, or None.
+        backend: the backend of the GEMM.
+        fast_accum: accumulate in the tensor cores only (fast accumulation).
 
     Example:
         >>> quantize_module(nn.Linear(64, 32), recipe_named("rowwise").fprop)
@@ -127,13 +128,15 @@ class QuantizedLinear(_Quantized):
         return prepare(self.qweight, self.activation, backend=self.bound.of_weight.backend)
 
     def _make_ready(self) -> None:
-        bound = settle(LinearBinding(self.bound), self.weight)[0].fprop  # what `auto` is where the weight is now
+        bound = settle(LinearBinding(self.bound), self.weight)[
+            0
+        ].fprop  # resolves `auto` on the weight's current device
         assert bound is not None
         self.bound = bound
         super()._make_ready()
 
     def forward(self, input: Tensor) -> Tensor:
-        """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
+        """x [..., K] -> y [..., N] in the input's dtype, or in autocast's if it is on."""
         if input.shape[-1] != self.in_features:
             raise ValueError(f"QuantizedLinear takes [..., {self.in_features}], got {tuple(input.shape)}")
         flat = input.reshape(-1, self.in_features)
@@ -153,10 +156,10 @@ class QuantizedExperts(_Quantized):
     """A GroupedLinear in low precision, for inference.
 
     Args:
-        weight: quantised, [E, N, K].
-        activation: Spec of what comes in.
-        backend: runs the products.
-        fast_accum: sums may stay in the tensor cores.
+        weight: the quantized weights [E, N, K].
+        activation: Spec of the quantized input.
+        backend: the backend of the grouped GEMM.
+        fast_accum: accumulate in the tensor cores only (fast accumulation).
 
     Example:
         >>> quantize_module(GroupedLinear(4, 128, 128), recipe_named("blockwise").fprop)
@@ -180,18 +183,18 @@ class QuantizedExperts(_Quantized):
 
 
 def _versions_of(weight: Tensor, scale: Tensor) -> tuple[int, int]:
-    if weight.is_inference() or scale.is_inference():  # such tensors have no counter
+    if weight.is_inference() or scale.is_inference():  # inference tensors have no version counter
         return (0, 0)
     return (weight._version, scale._version)
 
 
 def _writable(dtype: torch.dtype) -> torch.dtype:
-    """What the GEMMs write for inputs of a type: float64 has no FP8 product of its own."""
+    """Return the output dtype of the GEMM for inputs of a dtype: float32 for float64, which GEMMs cannot write."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
-    """The weight by the law, expert by expert: float32 copies of one expert are small, of all of them not."""
+    """Quantize a weight with the reference implementation, one expert at a time to limit the size of float32 copies."""
     if weight.dim() == 2 and weight.device.type != "meta":
         return quantize_by_law(weight, spec)
     data = torch.empty(weight.shape, dtype=spec.format.dtype, device=weight.device)
@@ -204,12 +207,12 @@ def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
 
 
 def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.Module:
-    """The quantised stand-in of a linear or of a layer of experts; of a module without storage, one to be filled from a file.
+    """Make the quantized replacement of a linear or of a layer of experts.
 
     Args:
-        module: the original, which stays as it is.
-        way: Specs of activation and weight, and how products are added up.
-        backend: runs the product.
+        module: the original, which is not changed. From one on the meta device, the result is to be loaded from a file.
+        way: Specs of activation and weight, and how products are accumulated.
+        backend: the backend of the GEMM.
 
     Returns:
         A QuantizedLinear or QuantizedExperts.
@@ -225,7 +228,7 @@ def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.
 
 
 def put(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
-    """Put modules in place by name; one that is registered under several names is replaced under all of them."""
+    """Replace modules by name. A module registered under several names is replaced under all of them."""
     modules, plain = dict(model.named_modules(remove_duplicate=False)), dict(named_sites(model))
     new = {id(plain[name]): replacement for name, replacement in replacements.items()}
     for name, module in modules.items():

@@ -1,19 +1,21 @@
-"""Quantise a trained model for serving: `loka.convert(..., freeze=True)`, then the 16-bit weights are dropped.
+"""Quantize a trained model for serving: `loka.convert`, freeze, then drop the 16-bit weights.
 
-    summary = loka.quantize(model)                                                    rowwise; a OneRec by the mixture `onerec`
-    summary = loka.quantize(model, loka.Plan.load("plan.json"), batches=batches)      what a plan says, chains included
-    summary = loka.quantize(model, "rowwise", score=score, bound=0.002)               under a bound on the end metric
+    summary = loka.quantize(model)                                                rowwise; `onerec` for a OneRec model
+    summary = loka.quantize(model, loka.Plan.load("plan.json"), batches=batches)  by a plan, including chains
+    summary = loka.quantize(model, "rowwise", score=score, bound=0.002)           with a bound on the end metric
     print(summary);  loka.ptq.save(model, summary, "model.safetensors")
 
-Recipes are those of the one table (`loka.dispatch.recipe`), of which serving runs the forward product; what a linear cannot run, `convert` says. Layers of experts, which have no backward in
-low precision and so no place in a training plan, are quantised here beside it. Afterwards linears and experts hold FP8 weights alone (`QuantizedLinear`, `QuantizedExperts`); chains keep theirs on
-the host.
+Recipes are those of `loka.dispatch.recipe`, of which serving runs only the forward GEMM. If a linear cannot run one,
+`convert` reports why. Layers of experts have no low-precision backward and are therefore not part of a training plan;
+they are quantized here in addition. Afterwards linears and experts hold only FP8 weights (`QuantizedLinear`,
+`QuantizedExperts`); chains keep their 16-bit weights on the host.
 
-With `score` every candidate site is swapped in alone and measured on the end metric, paired on the same examples (`loka.probe.swapping`). Under a `bound` the sites with the most weight to save
-whose effects stay within it are searched for, and measured together (`loka.dispatch.budget`). With `widen` the sites that the mixture keeps out of caution are measured too, and those that are safe
-join, so that heads and context processor stay in 16 bits unless the measurement says they need not.
+With `score`, every candidate site is swapped in alone and measured on the end metric, paired on the same examples
+(`loka.probe.swapping`). With a `bound`, a search selects the sites that save the most weight while their combined
+effect, which is measured, stays within it (`loka.dispatch.budget`). With `widen`, sites that the mixture keeps out of
+caution (heads, the context processor) are measured too, and quantized if that is safe.
 
-    score(model) -> losses, groups      per-example losses (lower is better) in a fixed order, and the unit of independence or None
+    score(model) -> losses, groups      losses per example (lower is better) in a fixed order; independent groups or None
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,10 +53,10 @@ Score = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Summary:
-    """What was done to a model; prints as a summary.
+    """The result of `quantize`. Prints as a summary.
 
     Args:
-        record: what is written down.
+        record: the record of what was quantized and how.
 
     Example:
         >>> loka.quantize(model, "rowwise").kept
@@ -69,14 +71,14 @@ class Summary:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Sites in 16 bits, and why."""
+        """Sites that stay in 16-bit precision, with the reason."""
         return {site.name: site.reason for site in self.record.sites if site.weight is None}
 
     def __str__(self) -> str:
         r = self.record
         lines = [
-            f"{len(self.quantized)} of {len(r.sites)} sites quantised by {'a plan' if r.plan else f'the recipe {r.recipe}'}; "
-            f"{r.bytes_before / 1e6:,.1f} MB in 16 bits -> {r.bytes_after / 1e6:,.1f} MB ({r.ratio:.2f}x)"
+            f"{len(self.quantized)} of {len(r.sites)} sites quantized by {'a plan' if r.plan else f'the recipe {r.recipe}'}; "
+            f"{r.bytes_before / 1e6:,.1f} MB in 16-bit -> {r.bytes_after / 1e6:,.1f} MB ({r.ratio:.2f}x)"
         ]
         if r.change is not None:
             bound = "" if r.bound is None else f", bound {100 * r.bound:+.3g} %"
@@ -88,11 +90,11 @@ class Summary:
 
 @dataclass
 class _Decided:
-    """What runs how, every site's reason, and how those that the mixture keeps out of caution would run."""
+    """The decision for every site."""
 
-    operands: dict[str, GemmWay]
-    reasons: dict[str, str]
-    cautious: dict[str, GemmWay]
+    operands: dict[str, GemmWay]  # how the quantized sites run
+    reasons: dict[str, str]  # of every site
+    cautious: dict[str, GemmWay]  # how sites that the mixture keeps out of caution would run
 
 
 @torch.no_grad()
@@ -111,36 +113,39 @@ def quantize(
     metric: str = "loss",
     progress: Progress | None = None,
 ) -> Summary:
-    """Quantise a trained model in place, for serving, and say what was done.
+    """Quantize a trained model in place, for serving.
 
     Args:
-        model: any nn.Module, wrapped or not; in evaluation mode and without gradients afterwards.
-        recipe: a name of the one table (tensorwise, rowwise, blockwise, onerec, onerec_rows, onerec_mixed), a Mixture of your own, or a Plan. `auto` is onerec for a OneRec, else rowwise.
-        batches: inputs of the model that fixed scales are calibrated on: those of chains without evidence, and those of `scales="static"`. A plan's mods see the first of them run.
-        score: (model) -> losses per example and their groups, or None; measures every site.
-        bound: largest relative change of the mean loss, with `score`.
-        widen: with `score`, also quantise what the mixture keeps, where that is safe.
-        keep: patterns of names that stay in 16 bits.
-        module_filter_fn: (module, name) -> whether it may be quantised.
-        backend: runs the GEMMs; None is `auto`, or what a plan names.
-        scales: of what enters a linear: from every tensor, or fixed by `batches` (one per tensor: the recipe tensorwise). A plan says it itself.
-        metric: what the score is called in the record.
+        model: any nn.Module, wrapped or not. Afterwards it is in eval mode and has no gradients.
+        recipe: a recipe's name (tensorwise, rowwise, blockwise, onerec, onerec_rows, onerec_mixed), a Mixture of your
+            own, or a Plan. `auto` is onerec for a OneRec model, otherwise rowwise.
+        batches: inputs of the model to calibrate static scales: those of chains without evidence, and those of
+            `scales="static"`. The first one is also the example for a plan's mods.
+        score: (model) -> losses per example, and their groups or None. If given, every site is measured.
+        bound: the largest accepted relative change of the mean loss; needs `score`.
+        widen: also quantize sites that the mixture keeps out of caution, if that is safe; needs `score`.
+        keep: name patterns of sites that stay in 16-bit precision.
+        module_filter_fn: (module, name) -> whether the module may be quantized.
+        backend: the backend of the GEMMs; None is `auto`, or what a plan names.
+        scales: how inputs of linears are scaled: computed from every tensor ("dynamic"), or calibrated on `batches`
+            ("static", one per tensor: the recipe tensorwise). A plan contains this itself.
+        metric: the name of the score in the record.
         progress: called with (site, done, total).
 
     Returns:
-        The summary; `print` shows it, `.record` is what is written down.
+        The summary, which prints as text. `.record` is the record to save.
 
     Raises:
-        ValueError: what is asked for cannot be done; the model is as it was.
+        ValueError: the request is not supported; the model is left unchanged.
 
     Example:
         >>> print(loka.quantize(model, "rowwise", keep=("head.*",)))
-        11 of 12 sites quantised by the recipe rowwise; 8.4 MB in 16 bits -> 4.4 MB (0.52x)
+        11 of 12 sites quantized by the recipe rowwise; 8.4 MB in 16-bit -> 4.4 MB (0.52x)
     """
     inner = unwrap(model)
     _check(inner, recipe, score, bound, widen, keep, module_filter_fn)
     if isinstance(recipe, Plan) and scales != "dynamic":
-        raise ValueError("a plan already says where scales come from: give no scales beside it")
+        raise ValueError("a plan already says where scales come from; hint: leave scales= out")
     held = list(batches)
     if scales == "static" and not held:
         raise ValueError(
@@ -162,7 +167,7 @@ def quantize(
         experts = {n: o for n, o in decided.operands.items() if isinstance(found[n], GroupedLinear)}
     done = _place(inner, plan, held, backend)
     if isinstance(recipe, Plan):
-        found = dict(candidates(inner))  # its mods may have made others
+        found = dict(candidates(inner))  # the plan's mods may have changed the sites
     running = {
         linear.state.name or n: gemm for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None
     }
@@ -203,11 +208,13 @@ def _check(
         raise ValueError("the model is itself a linear and cannot be swapped in place; wrap it in nn.Sequential")
     done = [n for n, m in model.named_modules() if isinstance(m, QuantizedLinear | QuantizedExperts)]
     if done:
-        raise ValueError(f"already quantised: {', '.join(done[:5])}; quantise the original, or load it again")
+        raise ValueError(f"already quantized: {', '.join(done[:5])}; quantize the original, or load it again")
     if not any(True for _ in candidates(model)):
-        raise ValueError(f"{type(model).__name__} has no nn.Linear and no GroupedLinear: nothing to quantise")
+        raise ValueError(f"{type(model).__name__} has no nn.Linear and no GroupedLinear: nothing to quantize")
     if isinstance(recipe, Plan) and (score is not None or widen or keep or allowed is not None):
-        raise ValueError("a plan already says which sites run how: give no score, widen, keep or module_filter_fn")
+        raise ValueError(
+            "a plan already says which sites run how; hint: leave score, widen, keep and module_filter_fn out"
+        )
     if (bound is not None or widen) and score is None:
         raise ValueError("a bound, or widening beyond the recipe, needs a score to measure: give score=")
     if bound is not None and not bound > 0:
@@ -236,7 +243,7 @@ def _decide(
         if asked is not None:
             made.reasons[name] = f"asked for by keep={asked!r}"
         elif allowed is not None and not allowed(module, name):
-            made.reasons[name] = "module_filter_fn"
+            made.reasons[name] = "excluded by module_filter_fn"
         elif why := taken.get(name) or (None if experts else refuse(module)):
             made.reasons[name] = why
         elif (operands := None if rule.recipe is None else recipe_named(rule.recipe).fprop) is not None:
@@ -259,7 +266,11 @@ def _measure(
     backend: str,
     progress: Progress | None,
 ) -> tuple[dict[str, Interval], Interval | None, list[str]]:
-    """Every candidate alone, then what stays within the bound together; `decided` is cut down to that."""
+    """Measure every candidate alone, then together those within the bound, and reduce `decided` to these.
+
+    Returns:
+        The change of each site alone, the change of all chosen sites together, and notes.
+    """
     tried = decided.operands | (decided.cautious if widen else {})
     if not tried:
         return {}, None, []
@@ -292,7 +303,7 @@ def _measure(
         picked, change, notes = spent.chosen, spent.change, spent.notes
     for name in made:
         decided.reasons[name] = (
-            _say(alone[name], bound, name in picked) if name in alone else f"kept: it fails: {seen.failed[name]}"
+            _say_change(alone[name], bound, name in picked) if name in alone else f"kept: it fails: {seen.failed[name]}"
         )
     decided.operands = {name: tried[name] for name in tried if name in picked}
     return alone, change, notes
@@ -306,7 +317,7 @@ def _switch(
     )
 
 
-def _say(change: Interval, bound: float | None, picked: bool) -> str:
+def _say_change(change: Interval, bound: float | None, picked: bool) -> str:
     ends = f"{100 * change.value:+.3f} % [{100 * change.low:+.3f}, {100 * change.high:+.3f}] alone"
     if picked:
         return f"measured: {ends}"
@@ -316,13 +327,13 @@ def _say(change: Interval, bound: float | None, picked: bool) -> str:
 def _plan_of(
     model: nn.Module, found: dict[str, Site], operands: dict[str, GemmWay], recipe: str, scales: str
 ) -> Plan | None:
-    """The linears among the choices as a plan for `convert`; None where there is none."""
+    """Return a plan for `convert` with the linears among the choices; None if there are none."""
     linears = {}
     for name, o in operands.items():
         gemm = LinearBinding(o).with_scales(scales).fprop
         if gemm is not None and isinstance(found[name], nn.Linear):
             linears[name] = gemm
-    # not `weight` of a linear: reading a parametrised one may change it
+    # not through `weight` for a linear: reading a parametrized weight may change it
     total = sum(
         m.in_features * m.out_features if isinstance(m, nn.Linear) else m.weight.numel() for m in found.values()
     )
@@ -347,7 +358,7 @@ def _plan_of(
 
 
 def _place(model: nn.Module, plan: Plan | None, held: Sequence[Any], backend: str | None) -> Conversion | None:
-    """`convert` with `freeze`, calibrated in between where there are batches."""
+    """Convert and freeze the model; in between, calibrate it if there are batches. On failure the model is reverted."""
     if plan is None:
         return None
     modes = [(module, module.training) for module in model.modules()]
@@ -367,7 +378,7 @@ def _place(model: nn.Module, plan: Plan | None, held: Sequence[Any], backend: st
 
 
 def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay], backend: str) -> None:
-    """Modules with FP8 weights alone in the place of frozen linears and of experts. A linear with fixed scales stays: they are its own."""
+    """Replace frozen linears and experts by modules with only FP8 weights. Linears with static scales are kept."""
     new: dict[str, nn.Module] = {}
     for first, linear in list(linears_of(model)):
         gemm, name = linear.binding.fprop, linear.state.name or first
@@ -380,7 +391,7 @@ def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay],
 
 
 def _explain(reasons: dict[str, str], found: dict[str, Site], done: Conversion | None) -> None:
-    """What `convert` says of sites that no recipe decided about."""
+    """Add the reasons that `convert` gives for sites that no recipe decided on."""
     if done is None:
         return
     for name in found:
@@ -413,23 +424,23 @@ def _describe(
 
 
 def _weight_error(weight: torch.Tensor, q: QTensor) -> float:
-    """Relative L2 of the rounding; of the first expert where there are many."""
+    """Return the relative L2 error of the quantized weight; for experts, of the first one."""
     one = q if q.data.dim() == 2 else QTensor(q.data[0], q.scale[0], q.spec)
     return relative_l2(one.dequantize(), weight.detach() if weight.dim() == 2 else weight[0].detach())
 
 
 def size_in_bytes(model: nn.Module, wide: int | None = None) -> int:
-    """Bytes of the checkpoint that `save` would write. Scales are float32 and stay so.
+    """Return the size of the checkpoint that `save` would write.
 
     Args:
-        model: quantised or not.
-        wide: bytes that an element of every other floating tensor above one byte counts; None as it is.
+        model: quantized or not.
+        wide: bytes to count per element of floats wider than one byte, except scales; None counts their actual size.
 
     Returns:
-        The sum over all tensors.
+        The number of bytes of all tensors.
 
     Example:
-        >>> size_in_bytes(model, wide=2)  # as a checkpoint in 16 bits
+        >>> size_in_bytes(model, wide=2)  # as a 16-bit checkpoint
         8388608
     """
     total = 0

@@ -1,4 +1,4 @@
-"""report: records in, one self-contained HTML file out; two sets of records, one page that compares them. No torch, no network."""
+"""report: render records as one self-contained HTML file, or two sets of records for comparison. No torch, no network."""
 
 from loka.report.pair import Pair, render_pair, write_pair
 from loka.report.render import render, write_html

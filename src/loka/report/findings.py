@@ -1,14 +1,14 @@
-"""What a probe found beside errors: what each linear may cost, the chain it is in, hazards at inputs, what stays as it is and why, what nobody looked at."""
+"""Probe findings besides errors: predicted cost and chain of each linear, hazards, and what was not observed."""
 
 from loka.records import Interval, ProbeReport, Site
 from loka.report.markup import about, chip, escape, row, table
 
-ROWS = 200  # of the table of costs
-_WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # as it runs, then the finest
+ROWS = 200  # shown in the table of costs
+_WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # in order of preference: in its chain, then the finest recipe
 
 
 def write_findings(probe: ProbeReport) -> str:
-    """Tables of costs and of what a reader must know before trusting them; empty where there is nothing to say."""
+    """Return the tables of predicted costs and of warnings; empty if there are neither."""
     return _write_costs(probe) + _write_warnings(probe)
 
 
@@ -31,20 +31,20 @@ def _write_costs(probe: ProbeReport) -> str:
         )
         for site, way, harm in found[:ROWS]
     ]
-    head = ("site", "way", "usual change of the loss", "at most", "chain it is in, or why in none")
+    head = ("site", "runs as", "typical change of the loss", "upper bound", "its chain, or why it is in none")
     share = probe.margin / max(probe.units, 1) ** 0.5
     return (
         "<h3>What each linear may cost</h3>"
         + about(
-            f"Predicted relative change of the loss by its forward product: the error weighed by the gradient, as it runs in its chain, else under the finest recipe that was "
-            f"scored. Each of {probe.units} units may cost {100 * share:.2g} %, the margin of {100 * probe.margin:.2g} % divided by the square root of their number."
+            f"Predicted relative change of the loss caused by rounding in the linear's forward product (the error weighted by the gradient): as it runs in its chain, otherwise "
+            f"with the finest recipe that was scored. Each of {probe.units} units may cost {100 * share:.2g} %: the margin of {100 * probe.margin:.2g} % divided by the square root of their number."
         )
-        + table(head, rows, numeric=(2, 3), caption="Predicted cost, dearest first")
+        + table(head, rows, numeric=(2, 3), caption="Predicted cost, highest first")
     )
 
 
 def _cost_of(site: Site) -> tuple[str, Interval] | None:
-    """(way, harm) of the forward product."""
+    """Return how the forward product runs and the harm predicted for it; None if it was not scored."""
     harms = {c.recipe: c.harm for c in site.candidates if c.gemm == "fprop" and c.harm is not None}
     return next(((way, harm) for way in _WAYS if (harm := harms.get(way)) is not None), None)
 
@@ -53,11 +53,11 @@ def _write_warnings(probe: ProbeReport) -> str:
     entries: list[tuple[str, str, str]] = []
     for site in probe.sites:
         entries += [(site.name, "hazard", f"{alarm.text}; what helps: {alarm.help}") for alarm in site.alarms]
-        entries += [(site.name, "stays as it is", site.kept)] if site.kept else []
-        entries += [(site.name, "not looked at any more", site.off)] if site.off else []
-    entries += [(part.name or "the model itself", "not looked at", part.reason) for part in probe.unseen]
+        entries += [(site.name, "cannot be converted", site.kept)] if site.kept else []
+        entries += [(site.name, "no longer observed", site.off)] if site.off else []
+    entries += [(part.name or "the model itself", "not observed", part.reason) for part in probe.unseen]
     entries += [("", "chains", probe.no_chains)] if probe.no_chains else []
-    entries += [("", "while looking", note) for note in probe.notes]
+    entries += [("", "note", note) for note in probe.notes]
     if not entries:
         return ""
     rows = [

@@ -1,4 +1,4 @@
-"""Generative recommenders: the quantised model, the paired test, the overlap of lists, and distributions beside published ones."""
+"""Generative recommenders: the quantized model, the paired test, the overlap of lists, and distributions of layers."""
 
 from loka.records import Analysis, PairedTest, Quantized
 from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, span_of, table
@@ -7,7 +7,7 @@ from loka.report.results import Results
 
 
 def write_generative(results: Results) -> str:
-    """What quantising for serving did, where such records are."""
+    """Return the sections on quantized models, paired tests and distributions; empty without such records."""
     parts = [_write_quantized(q, i) for i, q in enumerate(results.quantized)]
     parts += [_write_test(test) for test in results.tests]
     parts += [_write_analysis(analysis, i) for i, analysis in enumerate(results.analyses)]
@@ -26,7 +26,7 @@ def _write_quantized(done: Quantized, number: int) -> str:
                 f'<span class="mono">{escape(site.name)}</span>',
                 escape(site.type),
                 " × ".join(map(str, site.shape)),
-                f'<span class="mono">{escape(site.weight or "16 bits")}</span>',
+                f'<span class="mono">{escape(site.weight or "16-bit")}</span>',
                 escape(site.reason),
                 "–" if site.weight_error is None else f"{site.weight_error:.4f}",
             ],
@@ -35,16 +35,18 @@ def _write_quantized(done: Quantized, number: int) -> str:
         for site in done.sites[:200]
     ]
     changes = [site for site in done.sites if site.metric_change is not None]
-    drawn = chart(f"waterfall-{number}", "Change of the end metric with each site alone quantised") if changes else ""
+    drawn = (
+        chart(f"waterfall-{number}", "Change of the end metric when each site alone is quantized") if changes else ""
+    )
     head = ("site", "kind", "shape", "weight", "why", "weight error")
     return (
-        f"<h3>{escape(done.model)}, quantised for serving</h3>"
+        f"<h3>{escape(done.model)}, quantized for serving</h3>"
         + about(
             f"{len(low)} of {len(done.sites)} sites in low precision by the recipe {escape(done.recipe)}; "
             f"{done.bytes_before / 2**20:.1f} MiB become {done.bytes_after / 2**20:.1f} MiB ({percent(done.ratio, 0)}).{metric}"
         )
         + drawn
-        + f"<details><summary>{len(done.sites)} sites</summary>{table(head, rows, numeric=(2, 5), caption='Quantised sites')}</details>"
+        + f"<details><summary>{len(done.sites)} sites</summary>{table(head, rows, numeric=(2, 5), caption='Quantized sites')}</details>"
     )
 
 
@@ -69,12 +71,12 @@ def _write_test(test: PairedTest) -> str:
     ratio = "".join(notice(escape(note)) for note in test.notes)
     if test.split.mismatch:
         ratio += notice(
-            f"The arms do not have as many users as they should (p = {test.split.p_value:.2g}): do not believe this test."
+            f"The users are not split between the arms as configured (p = {test.split.p_value:.2g}): do not trust this test."
         )
     overlap = ""
     if test.overlap:
         shared = ", ".join(f"{percent(part.share)} of the top {part.n}" for part in test.overlap)
-        overlap = about(f"Lists of both arms share {escape(shared)}.")
+        overlap = about(f"The lists of both arms share {escape(shared)}.")
     return (
         f"<h3>{escape(test.candidate)} against {escape(test.baseline)}, {escape(test.data)}</h3>{ratio}"
         + table(head, rows, numeric=range(2, 8), caption="Paired test by user")
@@ -92,7 +94,7 @@ def _write_analysis(analysis: Analysis, number: int) -> str:
     return (
         "<h3>What the numbers look like</h3>"
         + about(
-            "Variance and largest magnitude of every layer; published values are drawn as lines and were measured by nobody here."
+            "Variance and largest absolute value of every layer. The lines are published values, which were not measured here."
         )
         + chart(f"layers-{number}", "Variance against largest magnitude, one point per layer")
         + table(("model", "resembles", "because", "activations of"), rows, caption="Models")

@@ -1,4 +1,4 @@
-"""The top of a report: one sentence, and the four numbers behind it."""
+"""The top of a report: one sentence, and the four numbers that support it."""
 
 from loka.records import Comparison, Plan, SitePlan
 from loka.records.tuning import Tuning
@@ -8,7 +8,7 @@ from loka.report.tuning import say_tuning
 
 
 def name_report(results: Results) -> str:
-    """Title of the page."""
+    """Return the title of the page."""
     if results.probe:
         return f"loka: {results.probe.model}"
     named = [
@@ -20,17 +20,17 @@ def name_report(results: Results) -> str:
 
 
 def is_converted(site: SitePlan) -> bool:
-    """Whether any GEMM of the site runs in low precision."""
+    """Return True if any GEMM of the site runs in low precision."""
     return any(choice.quantized for choice in site.choices)
 
 
 def count_converted(plan: Plan) -> int:
-    """Sites of a plan that run in low precision."""
+    """Return the number of sites of a plan that run in low precision."""
     return sum(is_converted(site) for site in plan.sites)
 
 
 def write_headline(results: Results) -> str:
-    """One sentence, and the four numbers behind it."""
+    """Return the headline, the paragraph below it and the tiles as HTML."""
     first = results.ordered_comparisons[0] if results.comparisons else None
     if results.tunings and results.plan is None:
         tiles = _tiles_tuned(results, first)
@@ -59,7 +59,7 @@ def _subject(results: Results) -> str:
 
 
 def say_verdict(results: Results, first: Comparison | None) -> str:
-    """The sentence."""
+    """Return the headline: one sentence that claims no more than was measured."""
     if results.tunings and first is None:
         return say_tuning(results.tunings[0])
     if first is None:
@@ -98,27 +98,27 @@ def _say_without_runs(results: Results) -> str:
     if results.loads:
         load = results.loads[0]
         return (
-            f"{load.model}: {load.goodput:.3g} answers a second within {load.sla_ms:g} ms, of {load.rate:g} asked for"
+            f"{load.model}: {load.goodput:.3g} answers a second within {load.sla_ms:g} ms, of {load.rate:g} requested"
         )
     if results.experiments:
         return f"{capitalise(results.experiments[0].candidate)} against {results.experiments[0].baseline}, live"
     if results.plan is not None:
         return f"A plan: {count_converted(results.plan)} of {len(results.plan.sites)} sites in FP8"
     if results.conversions:
-        return "What was converted"
+        return "Conversions"
     return "Distributions" if results.analyses else "Training runs"
 
 
 def _say_lead(results: Results, first: Comparison | None) -> str:
     if first is None:
         if results.probe is not None:
-            return "No training runs were compared: this is about error only."
+            return "No training runs were compared: this report covers quantization error only."
         return ""
     change = first.relative_change
     text = (
         f"Against {first.baseline}, {first.candidate} changes the {first.metric} by {signed(change.value)} "
         f"(95 % interval {span_of(change)}) on {first.pairs:,} paired test examples; "
-        f"changes under {percent(first.margin)} are taken not to matter."
+        f"changes below {percent(first.margin)} count as no change."
     )
     if not change.low and not change.high and not first.low_precision_flops_share:
         text = f"{capitalise(first.candidate)} is {first.baseline} itself, so there is nothing to compare."
@@ -136,7 +136,7 @@ def _tile(name: str, value: str, note: str, *, small: bool = False) -> str:
 
 
 def _tiles_tuned(results: Results, first: Comparison | None) -> list[str]:
-    """Quality, speed and what was converted, of the first tuning."""
+    """Return the tiles of the first tuning: quality, speed and how much was converted."""
     tuning = results.tunings[0]
     converted = [unit for unit in tuning.units if unit.way != "high"]
     linears, taken = (sum(len(unit.linears) for unit in units) for units in (tuning.units, converted))
@@ -147,15 +147,15 @@ def _tiles_tuned(results: Results, first: Comparison | None) -> list[str]:
         quality,
         _tile_step(results, tuning),
         _tile("In FP8", percent(sum(unit.flops_share for unit in converted)), "of the linears' FLOPs"),
-        _tile("Linears converted", f"{taken} of {linears}", f"{linears - taken} kept in 16 bits"),
+        _tile("Linears converted", f"{taken} of {linears}", f"{linears - taken} kept in 16-bit precision"),
     ]
 
 
 def _tile_step(results: Results, tuning: Tuning) -> str:
-    """The step as it was timed; an estimate for another device, called so; or why there is neither."""
+    """Return the tile with the measured speed-up, an estimate for another device, or why there is neither."""
     if tuning.speedup is not None:
         low, high = (f"{end:.2f}" for end in (tuning.speedup.low, tuning.speedup.high))
-        return _tile("Whole step", f"{tuning.speedup.value:.2f}×", f"over compiled 16 bits; {low} to {high}")
+        return _tile("Whole step", f"{tuning.speedup.value:.2f}×", f"over the compiled 16-bit model; {low} to {high}")
     if results.sizes:
         found = results.sizes[0]
         note = f"over bf16, the linears of the {found.large.size} model; not measured"
@@ -201,7 +201,7 @@ def _tile_speed(results: Results) -> str:
         return _tile(
             f"Faster on {there.target}",
             f"{count_converted(there)} of {len(there.sites)}",
-            "linears, by rows measured there. Here FP8 is emulated",
+            "linears, by measurements on that device; FP8 is emulated here",
         )
     best = _find_best(results)
     if best is not None:
@@ -210,7 +210,7 @@ def _tile_speed(results: Results) -> str:
 
 
 def _find_best(results: Results) -> tuple[float, str] | None:
-    """The greatest speed-up of any candidate, and on what; None where no candidate was timed."""
+    """Return the largest speed-up of any candidate and the device, or None if no candidate was timed."""
     if results.probe is None:
         return None
     found = [c.speedup.value for site in results.probe.sites for c in site.candidates if c.speedup is not None]

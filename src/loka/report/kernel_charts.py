@@ -1,4 +1,4 @@
-"""Charts of kernels and of quantised models: rooflines, speed by size, waterfalls of sensitivity, layers beside published values."""
+"""Charts of kernels and quantized models: rooflines, speed by size, sensitivity by site, statistics of layers."""
 
 from loka.records import Analysis, Quantized
 from loka.records.performance import KernelBench, KernelRow, PerformanceRows
@@ -22,9 +22,12 @@ from loka.report.vega import (
 
 
 def draw_roofline(bench: KernelBench) -> Spec | None:
-    """FLOP rate against FLOPs per byte, under the roofs measured on the same device. Bytes are those of operands and result, once each."""
+    """Draw the FLOP rate against FLOPs per byte, with the roofs measured on the same device.
+
+    Bytes count each operand and the result once.
+    """
     peaks = bench.peaks
-    points = [p for row in bench.rows if (p := _place(row)) is not None]
+    points = [p for row in bench.rows if (p := _make_point(row)) is not None]
     if peaks is None or not points:
         return None
     first, last = 0.7 * min(p["intensity"] for p in points), 1.5 * max(p["intensity"] for p in points)
@@ -51,8 +54,8 @@ def draw_roofline(bench: KernelBench) -> Spec | None:
     )
 
 
-def _place(row: KernelRow) -> Spec | None:
-    """Where a GEMM lies under the roof; None for what is no GEMM or was not timed."""
+def _make_point(row: KernelRow) -> Spec | None:
+    """Return a GEMM's point in the roofline chart; None for other kernels and for rows without a time."""
     gemm = row.op in ("scaled_mm", "fused_linear") and {"m", "k", "n"} <= row.shape.keys()
     if row.microseconds is None or not gemm or "backward" in row.call:
         return None
@@ -66,7 +69,7 @@ def _place(row: KernelRow) -> Spec | None:
 
 
 def draw_rows(record: PerformanceRows) -> Spec:
-    """Speed-up of linear GEMMs by the work in them, with intervals: small products lose, large ones win."""
+    """Draw the speed-up of linear GEMMs, with intervals, by their FLOPs: small products lose, large ones win."""
     rows = [
         {
             "flops": 2 * r.m * r.k * r.n, "speedup": r.speedup.value, "low": r.speedup.low, "high": r.speedup.high,
@@ -93,13 +96,15 @@ def draw_rows(record: PerformanceRows) -> Spec:
 
 
 def _recipe_of(variant: str) -> str:
-    """The recipe a row belongs to, by the scales of its left operand."""
+    """Return a row's recipe, read from the scales of its left operand."""
     left = variant.split()[1]
-    return "blockwise" if "1x128" in left else "rowwise" if ":row" in left else "tensorwise"
+    if "1x128" in left:
+        return "blockwise"
+    return "rowwise" if ":row" in left else "tensorwise"
 
 
 def draw_waterfall(done: Quantized) -> Spec | None:
-    """Change of the end metric with each site alone quantised, the largest first; the whole model last."""
+    """Draw the change of the end metric when each site alone is quantized, the largest first; the whole model last."""
     changes = [(s.name, s.metric_change, "one site") for s in done.sites if s.metric_change is not None]
     if not changes:
         return None
@@ -115,7 +120,7 @@ def draw_waterfall(done: Quantized) -> Spec | None:
     bar, rule = {"type": "bar", "opacity": 0.75, "height": 10}, {"type": "rule", "stroke": {"expr": "ink"}}
     said = tooltip("site", change="+.4f", low="+.4f", high="+.4f")
     return make_chart(
-        "Change of the end metric with each site alone quantised",
+        "Change of the end metric when each site alone is quantized",
         height=22 * len(rows),
         layer=[
             zero_line("x"),
@@ -126,7 +131,7 @@ def draw_waterfall(done: Quantized) -> Spec | None:
 
 
 def draw_layers(analysis: Analysis) -> Spec:
-    """Variance against the largest magnitude, one point per layer, with published values as lines."""
+    """Draw the variance against the largest absolute value, one point per layer, with published values as lines."""
     rows = [
         {"model": m.name, "layer": layer.name, "kind": layer.kind, "variance": layer.variance, "absmax": layer.absmax}
         for m in analysis.models

@@ -1,15 +1,15 @@
-"""Kernels: what each one cost beside bf16 and the roofline, and the rows of machines elsewhere."""
+"""Kernels: times compared with bf16 and the roofline, and rows of the performance database."""
 
 from loka.records.performance import KernelBench, KernelRow, PerformanceRows
 from loka.report.markup import about, capitalise, chart, chip, escape, row, table, times
 from loka.report.results import Results
 
-SHOWN = 60
+SHOWN = 60  # rows of a benchmark
 _NUMERIC = range(2, 6)
 
 
 def write_kernels(results: Results) -> str:
-    """Benchmarks with their rooflines; database rows by size."""
+    """Return the benchmarks with their rooflines, then the database rows by size."""
     text = "".join(_write_bench(bench, number) for number, bench in enumerate(results.benches))
     return text + "".join(_write_rows(rows, number) for number, rows in enumerate(results.rows) if _has_linears(rows))
 
@@ -18,7 +18,11 @@ def _write_bench(bench: KernelBench, number: int) -> str:
     here = bench.environment
     ops = ", ".join(dict.fromkeys(r.op for r in bench.rows))
     timed = [r for r in bench.rows if r.microseconds is not None]
-    others = "" if len(timed) == len(bench.rows) else "; the others refused or were wrong, and say why"
+    others = (
+        ""
+        if len(timed) == len(bench.rows)
+        else "; the others were refused or gave wrong results, for the reason in their row"
+    )
     text = f"<h3>{escape(ops)} on {escape(here.device)}</h3>" + about(
         f"{len(timed)} of {len(bench.rows)} rows were timed ({escape(bench.method)}, {escape(here.date[:10])}, torch {escape(here.torch)}){others}.{_say_peaks(bench)}"
     )
@@ -47,7 +51,7 @@ def _say_peaks(bench: KernelBench) -> str:
     said = [f"copies {peaks.copy_bytes_per_second / 1e12:.2f} TB/s"]
     said += [f"bf16 {peaks.bf16_flops / 1e12:.0f} TFLOP/s"] if peaks.bf16_flops else []
     said += [f"FP8 {peaks.fp8_flops / 1e12:.0f} TFLOP/s"] if peaks.fp8_flops else []
-    return f" Peaks measured beside them: {', '.join(said)}."
+    return f" Peaks measured in the same run: {', '.join(said)}."
 
 
 def _bench_row(r: KernelRow) -> str:
@@ -84,9 +88,9 @@ def _write_rows(rows: PerformanceRows, number: int) -> str:
     return (
         "<h3>When FP8 pays: size decides</h3>"
         + about(
-            f"Speed-up of one linear's GEMM over bf16, quantisation of both operands included, against the work in it; measured on {escape(where)}, "
+            f"Speed-up of one linear's GEMM over bf16, including quantization of both operands, by its FLOPs; measured on {escape(where)}, "
             f"{len(linear)} rows. The best FP8 kernel is more than 5 % faster for {faster} of {len(shapes)} products; "
-            "below the line FP8 costs time. These rows are what a plan for that machine is made from."
+            "below the line FP8 costs time. Plans for that device are made from these rows."
         )
         + chart(f"rows-{number}", "Speed-up over bf16 by the FLOPs of the product, one point per kernel and shape")
     )

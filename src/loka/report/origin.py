@@ -1,4 +1,4 @@
-"""Where the numbers come from: machines, versions, and the exact commands."""
+"""The environments that produced the records: machines, versions, and the exact commands."""
 
 from loka.records import Environment
 from loka.report.markup import about, escape
@@ -6,7 +6,7 @@ from loka.report.results import Results
 
 
 def write_environment(results: Results) -> str:
-    """Every environment with its command."""
+    """Return every environment with its command."""
     found = results.environments
     if not found:
         return ""
@@ -15,7 +15,7 @@ def write_environment(results: Results) -> str:
         extra = _write_runs(results) if number == 0 else ""
         title = f"<h3>{escape(name)}</h3>" if len(found) > 1 else ""
         blocks.append(f'{title}<dl class="env">{_write_facts(environment)}{extra}</dl>')
-    return about("Run the command again to repeat it; what is timed differs a little each time.") + "".join(blocks)
+    return about("Run the command again to reproduce a result; timings vary slightly.") + "".join(blocks)
 
 
 def _write_facts(found: Environment) -> str:

@@ -9,7 +9,7 @@
   const sources = { rows: "real rows", copula: "copula", gaussian: "Gaussian", normal: "N(0, 1)" };
   const word = (number) => (number === null || number === undefined ? null : data.words[number]);
 
-  // Light and dark: the system's choice until the reader makes another
+  // Light and dark: follow the system until the reader chooses
 
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const setScheme = (scheme) => { root.dataset.scheme = scheme; };
@@ -46,7 +46,7 @@
     return result.view;
   }
 
-  // The map of sites. Exact products have errors of 1e-8, which would squeeze all others together: they are drawn at TINY.
+  // The map of sites. Exact products have errors around 1e-8, which would squeeze all others together, so they are drawn at TINY.
 
   const TINY = 1e-3;
   const asked = (name, otherwise) => document.querySelector(`input[name="${name}"]:checked`)?.value || otherwise;
@@ -76,7 +76,7 @@
   }
   document.querySelectorAll('input[name="gemm"]').forEach((input) => input.addEventListener("change", drawSites));
 
-  // A site's page. Details lie in chunks, parsed when one of their sites is first asked for.
+  // A site's page. Details are stored in chunks, which are parsed when one of their sites is first opened.
 
   const chunks = new Map();
   async function detailsOf(index) {
@@ -164,7 +164,7 @@
   function causesOf(site) {
     const rows = (site.verdicts || []).flatMap((v) => (v.causes || []).map((c) => ({ cells: [v.gemm, c.text, number(c.error), c.without === undefined ? "cannot be removed" : number(c.without), c.mod || "–"] })));
     if (!rows.length) return [];
-    return [make("h3", {}, "Causes, tested"), make("p", { class: "facts" }, "The error as it is, and with the one cause taken away."), table(["GEMM", "cause", "error", "without it", "mod"], rows, [2, 3])];
+    return [make("h3", {}, "Causes, tested"), make("p", { class: "facts" }, "The error, and the error with this one cause removed."), table(["GEMM", "cause", "error", "without it", "mod"], rows, [2, 3])];
   }
 
   function candidatesOf(site) {
@@ -228,7 +228,7 @@
     if (event.key === "Escape" && page && !page.hidden) closeSite();
   });
 
-  // The table of sites: filtered in full, built a page at a time
+  // The table of sites: all rows are filtered, one page of them is shown
 
   const PAGE = 100;
   const search = byId("plan-search"), kind = byId("plan-kind"), order = byId("plan-order"), count = byId("plan-count");
@@ -260,7 +260,7 @@
   function whyOf(row) {
     const reasons = row.v ? gemms.map((g) => (row.v[g] && word(row.v[g][0]) !== "safe" ? word(row.v[g][2]) : null)) : gemms.map((g) => (row.c?.[g] && row.c[g][0] === null ? word(row.c[g][3]) : null));
     const told = [...new Set(reasons.filter(Boolean))];
-    if (!told.length && row.c && !Object.keys(row.c).length) return "no GEMM was seen";
+    if (!told.length && row.c && !Object.keys(row.c).length) return "no GEMM was observed";
     return make("span", {}, ...told.flatMap((text, i) => (i ? [make("br"), text] : [text])));
   }
 
@@ -304,7 +304,7 @@
     filter();
   }
 
-  // Start, and again when the colours change: one chart after the other, so that the page answers in between
+  // Draw at the start and when colors change, one chart at a time, so that the page stays responsive
 
   async function drawAll() {
     await drawSites();
@@ -327,7 +327,7 @@
   let opened = [];
   addEventListener("beforeprint", () => {
     before = root.dataset.scheme;
-    opened = folded(); // paper cannot be clicked
+    opened = folded(); // folded details would be missing on paper
     opened.forEach((element) => { element.open = true; });
     setScheme("light");
     drawAll();

@@ -1,4 +1,4 @@
-"""Two reports side by side: what they say, and where they differ. For a change of model, data, recipe, version or machine."""
+"""Compare two reports on one page, for a change of model, data, recipe, version or machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +13,17 @@ from loka.report.results import Results
 from loka.report.vega import ACCENT, Spec, make_chart
 
 SHOWN = 200  # differences listed
-TINY = 1e-3  # smaller errors, of products that are exact but for the last bit, are drawn here
+TINY = 1e-3  # smaller errors, of products that are exact up to the last bit, are drawn at this value
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sets of records and what to call them.
+    """Two sets of records to compare.
 
     Args:
-        before: one.
-        after: the other.
-        names: of both.
+        before: the first set.
+        after: the second set.
+        names: the names of both, as shown on the page.
 
     Example:
         >>> write_pair(Pair(before, after, ("2.1", "2.2")), "difference.html")
@@ -39,15 +39,15 @@ class Pair:
 
     @property
     def sides(self) -> tuple[tuple[str, Results], tuple[str, Results]]:
-        """(name, records), twice."""
+        """The (name, records) of both."""
         return (self.names[0], self.before), (self.names[1], self.after)
 
 
 def render_pair(pair: Pair) -> str:
-    """The page that compares two reports.
+    """Render the page that compares two reports.
 
     Args:
-        pair: what to compare.
+        pair: the two sets of records.
 
     Returns:
         One self-contained HTML document.
@@ -64,7 +64,7 @@ def render_pair(pair: Pair) -> str:
     body = _side_by_side(pair, [headline.write_headline(results) for _, results in pair.sides])
     charts = {"pair": spec} if (spec := _draw_errors(pair)) is not None else {}
     data = {
-        "names": [], "points": {}, "elsewhere": {}, "table": [], "words": [], "formats": [], "limits": {}, "chunk": 1, "hasPlan": False,
+        "names": [], "points": {}, "table": [], "words": [], "formats": [], "limits": {}, "chunk": 1, "hasPlan": False,
         "charts": charts,
     }  # fmt: skip
     return fill_page(f"loka: {pair.names[0]} | {pair.names[1]}", body, [s for s in sections if s[2]], data)
@@ -74,8 +74,8 @@ def write_pair(pair: Pair, path: str | Path) -> None:
     """Write the page that compares two reports, atomically.
 
     Args:
-        pair: what to compare.
-        path: of the file.
+        pair: the two sets of records.
+        path: the file to write.
 
     Example:
         >>> write_pair(Pair(before, after), "difference.html")
@@ -124,15 +124,15 @@ def _write_sites(pair: Pair) -> str:
         for x, y, n in ((ours, theirs, pair.names[0]), (theirs, ours, pair.names[1]))
     ]
     text = about(
-        f"{len(both)} sites are in both, {escape(', '.join(only))}. {len(changed)} GEMMs are judged differently. "
+        f"{len(both)} sites are in both, {escape(', '.join(only))}. The verdicts of {len(changed)} GEMMs differ. "
         "In the chart, a point above the diagonal has a larger error in the second report; "
-        f"errors under {TINY:g} are drawn there."
+        f"errors below {TINY:g} are drawn at {TINY:g}."
     )
     text += chart("pair", f"Error of each GEMM in {pair.names[0]} against {pair.names[1]}")
     if not changed:
         return text
     more = f"<p>{len(changed) - SHOWN} more.</p>" if len(changed) > SHOWN else ""
-    head = ("site", "GEMM", *(f"{name}" for name in pair.names), "why now")
+    head = ("site", "GEMM", *pair.names, f"reason in {pair.names[1]}")
     return text + table(head, changed[:SHOWN], caption="Verdicts that differ") + more
 
 
@@ -167,7 +167,7 @@ def _write_plans(pair: Pair) -> str:
 
 
 def _draw_errors(pair: Pair) -> Spec | None:
-    """The best error of every GEMM, in one report against the other."""
+    """Draw the smallest error of every GEMM in one report against the other."""
     if pair.before.probe is None or pair.after.probe is None:
         return None
     ours, theirs = (_best_errors(r.probe) for _, r in pair.sides if r.probe is not None)

@@ -1,9 +1,10 @@
-"""What the page's script needs, as compact as 2,000 sites ask for.
+"""The data for the page's script, compact enough for 2,000 sites.
 
-    overview     names, one row per candidate for the map, one row per site for the table; strings are said once and numbered
-    chunks       everything about a site, `CHUNK` sites each, parsed when a reader opens one; deflated where there are many
+    overview     names, one row per candidate for the map, one row per site for the table; strings are stored once and
+                 referred to by number
+    chunks       all details, `CHUNK` sites each, parsed when a reader opens a site; deflated if there are many sites
 
-A chart can show five digits, and absent is shorter than null: half the size.
+Floats are cut to five digits, which is enough for a chart, and nulls are omitted: this halves the size.
 """
 
 import base64
@@ -19,27 +20,27 @@ from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
 
 CHUNK = 25  # sites parsed together
-PACKED = 200  # sites; above, chunks are deflated
+PACKED = 200  # with more sites than this, chunks are deflated
 
 
 class Words:
-    """Strings by number, each kept once."""
+    """Numbers strings, so that each is stored once."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
 
     def __call__(self, text: str | None) -> int | None:
-        """The number of a string; None of none."""
+        """Return the number of a string; None for None."""
         return None if text is None else self.known.setdefault(text, len(self.known))
 
 
 def dump(value: Any) -> str:
-    """JSON that cannot end its own <script> element."""
+    """Return JSON with every "<" escaped, so that it cannot end its own <script> element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def compact(value: Any) -> Any:
-    """Fewer digits, no nulls, no empty lists."""
+    """Round floats to five digits, and drop nulls and empty lists."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -48,7 +49,7 @@ def compact(value: Any) -> Any:
 
 
 def collect(results: Results) -> dict[str, Any]:
-    """The overview."""
+    """Return the overview."""
     probe, plan = results.probe, results.plan
     words = Words()
     planned = {site.site: site for site in plan.sites} if plan else {}
@@ -73,7 +74,7 @@ def collect(results: Results) -> dict[str, Any]:
 
 
 def _points(probe: ProbeReport, gemm: Gemm, words: Words) -> list[list[Any]]:
-    """[site, recipe, backend, error, low, high] and, where it was measured here, [speed-up, low, high]."""
+    """Return rows of [site, recipe, backend, error, low, high], extended by [speed-up, low, high] if measured."""
     rows = []
     for number, site in enumerate(probe.sites):
         for c in site.candidates:
@@ -113,13 +114,13 @@ def _plan_only_row(number: int, site: SitePlan, words: Words) -> dict[str, Any]:
 
 
 def _brief(choice: Choice, words: Words) -> list[Any]:
-    """[a, b, backend, reason, error, speed-up]; the first two are null in high precision."""
+    """Return [a, b, backend, reason, error, speed-up]; a and b are None in high precision."""
     numbers = [None if v is None else float(f"{v:.4g}") for v in (choice.expected_error, choice.expected_speedup)]
     return [words(choice.a), words(choice.b), words(choice.backend), words(choice.reason), *numbers]
 
 
 def write_chunks(results: Results) -> str:
-    """The <script> elements with everything about each site."""
+    """Return the <script> elements with all details of each site."""
     probe = results.probe
     if probe is None:
         return ""
@@ -142,7 +143,7 @@ def write_chunks(results: Results) -> str:
 
 
 def draw(results: Results) -> dict[str, Any]:
-    """Specifications of every chart there are records for."""
+    """Return the specifications of all charts that the records allow."""
     drawn: dict[str, Any] = {}
     if results.comparisons:
         drawn["comparisons"] = quality_charts.draw_comparisons(results.ordered_comparisons)

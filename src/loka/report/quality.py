@@ -1,4 +1,4 @@
-"""Quality: comparisons with intervals, loss curves, and what mods and their training did."""
+"""Quality: comparisons with intervals, loss curves, and the effects of mods."""
 
 from loka.records import Comparison, ModSummary, Recovery
 from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, signed, span_of, table
@@ -9,7 +9,7 @@ _NUMERIC = range(2, 9)
 
 
 def write_quality(results: Results) -> str:
-    """Comparison with intervals, and the loss curves."""
+    """Return the comparisons with intervals, and the loss curves."""
     if not results.runs and not results.comparisons:
         return ""
     text = []
@@ -19,7 +19,7 @@ def write_quality(results: Results) -> str:
             about(
                 f"All runs continue the same checkpoint on the same batches.{_say_swapped(results)} The shaded band "
                 f"is the margin of ±{percent(first.margin)}: an interval inside it is equivalent; one that leaves it and contains "
-                f"zero is inconclusive. Smallest change this test would find (80 % power): "
+                f"zero is inconclusive. Smallest change that this test can detect (80 % power): "
                 f"{percent(first.minimum_detectable, 3)}.{_say_noise(results)}"
             )
         )
@@ -35,29 +35,27 @@ def write_quality(results: Results) -> str:
 
 
 def _say_swapped(results: Results) -> str:
-    """What a comparison without a run of its own is."""
+    """Explain comparisons that have no training run of their own."""
     if {c.candidate for c in results.comparisons} <= {run.name for run in results.runs}:
         return ""
-    return (
-        ' "Swapped in" is the baseline\'s own final weights, converted and not trained on: no noise of training there.'
-    )
+    return ' "Swapped in" is the baseline with its final weights, converted but not trained further: it has no training noise.'
 
 
 def _say_noise(results: Results) -> str:
-    """What a control in high precision, where there is one, says about every other difference."""
+    """Explain the noise of training that a control run in high precision shows."""
     same = [c.candidate for c in results.ordered_comparisons if _is_baseline(c)]
     verb = "is" if len(same) == 1 else "are"
     nothing = f" Nothing was converted: {escape(' and '.join(same))} {verb} the baseline itself." if same else ""
     return nothing + "".join(
-        f" The {escape(c.candidate)} is high precision too, from slightly nudged weights: its "
-        f"{signed(c.relative_change.value)} is the noise of training, which the intervals (over test examples) do not contain."
+        f" The {escape(c.candidate)} is in high precision too, from slightly perturbed weights: its "
+        f"{signed(c.relative_change.value)} is training noise, which the intervals (over test examples) do not include."
         for c in results.ordered_comparisons
         if c.low_precision_flops_share == 0 and not _is_baseline(c)
     )
 
 
 def _is_baseline(c: Comparison) -> bool:
-    """A run in which nothing was converted and nothing changed."""
+    """Return True for a comparison in which nothing was converted and nothing changed."""
     return c.low_precision_flops_share == 0 and c.relative_change.low == c.relative_change.high == 0
 
 
@@ -90,7 +88,7 @@ def _metrics(metrics: dict[str, float]) -> list[str]:
 
 
 def write_mods(results: Results) -> str:
-    """What was rewritten, what was left and why, and how much quality came back."""
+    """Return what mods changed, what they left and why, and how much quality training recovered."""
     return "".join(_write_mod(summary) for summary in results.mods)
 
 
@@ -99,8 +97,8 @@ _EFFECT = {"exact": "good", "rounding": "good", "architecture": ""}
 
 def _write_mod(summary: ModSummary) -> str:
     head = about(
-        f"{escape(', '.join(summary.mods)) or 'No mod'}: {len(summary.changed)} sites changed, {len(summary.left)} left as they were. "
-        "An exact mod computes the same function; an architecture change computes another one, and the model is trained with it."
+        f"{escape(', '.join(summary.mods)) or 'No mod'}: {len(summary.changed)} sites changed, {len(summary.left)} left unchanged. "
+        "An exact mod computes the same function; an architecture change computes another one and needs training."
     )
     rows = [
         row(
@@ -143,4 +141,4 @@ def _table_recovery(found: list[Recovery]) -> str:
         for r in found
     ]
     head = ("metric", "before", "right after the mods", "after training", "steps")
-    return table(head, rows, numeric=range(1, 5), caption="What the mods cost, and what training won back")
+    return table(head, rows, numeric=range(1, 5), caption="What the mods cost, and what training recovered")

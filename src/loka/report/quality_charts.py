@@ -5,7 +5,7 @@ from loka.report.vega import PERCENT, SERIES, Spec, colour_by, draw, make_chart,
 
 
 def draw_comparisons(comparisons: tuple[Comparison, ...]) -> Spec:
-    """One row per run: the change of the metric with its interval, over the band that does not matter."""
+    """Draw one row per run: the change of the metric with its interval, over the band of the margin."""
     changes = [(c, c.relative_change) for c in comparisons]
     rows = [
         {"run": c.candidate, "change": 100 * r.value, "low": 100 * r.low, "high": 100 * r.high, "outcome": c.outcome}
@@ -32,7 +32,7 @@ def draw_comparisons(comparisons: tuple[Comparison, ...]) -> Spec:
 
 
 def draw_curves(runs: tuple[Run, ...]) -> Spec:
-    """Training loss by step."""
+    """Draw the training loss by step."""
     rows = [{"run": run.name, "step": p.step, "loss": p.loss} for run in runs for p in run.curve]
     shown = draw(
         {"type": "line", "strokeWidth": 1.8},
@@ -46,7 +46,7 @@ def draw_curves(runs: tuple[Run, ...]) -> Spec:
 
 
 def draw_gaps(runs: tuple[Run, ...]) -> Spec | None:
-    """Loss minus the first run's on the same batches: what the curves above are too close to show."""
+    """Draw the loss relative to the first run on the same batches: the curves themselves are too close to compare."""
     if len(runs) < 2:
         return None
     base = {p.step: p.loss for p in runs[0].curve}

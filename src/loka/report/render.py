@@ -1,7 +1,7 @@
-"""Records to one HTML file: text and tables made here, charts drawn in the reader's browser from data inside the page.
+"""Render records as one HTML file: text and tables are made here, charts are drawn in the browser from embedded data.
 
-Everything a reader needs without JavaScript (headline, comparisons, plan, environment) is plain HTML. Charts, filters and the pages
-of single sites need it. A content security policy in the page forbids every network request.
+Everything a reader needs without JavaScript (headline, comparisons, plan, environment) is plain HTML. Charts, filters
+and the pages of single sites need JavaScript. A content security policy in the page forbids every network request.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from loka.report.results import Results
 
 
 def require_charts() -> None:
-    """Raise ValueError where the charting library is missing: for jobs that end with a report, so that they say it before they begin."""
+    """Raise ValueError if the charting library is missing. Jobs that end with a report call this before they start."""
     try:
         import vl_convert  # noqa: F401
     except ImportError as error:
@@ -27,7 +27,10 @@ def require_charts() -> None:
 
 @cache  # making the bundle takes two seconds
 def load_runtime() -> str:
-    """The JavaScript that draws the charts (Vega, Vega-Lite, vega-embed), safe between <script> tags. vl-convert carries it: nothing is downloaded, here or in the reader's browser."""
+    """Return the JavaScript that draws the charts (Vega, Vega-Lite, vega-embed), safe between <script> tags.
+
+    vl-convert contains it, so nothing is downloaded, neither here nor in the browser.
+    """
     require_charts()
     import vl_convert
 
@@ -52,10 +55,10 @@ SECTIONS: tuple[Section, ...] = (
 
 
 def render(results: Results) -> str:
-    """The page: text, tables, and charts that the reader's browser draws.
+    """Render records as a page of text, tables, and charts that the browser draws.
 
     Args:
-        results: records of one job.
+        results: the records of one job.
 
     Returns:
         One self-contained HTML document.
@@ -72,7 +75,7 @@ def render(results: Results) -> str:
 def fill_page(
     title: str, body: str, written: Sequence[tuple[str, str, str]], data: dict[str, Any], chunks: str = ""
 ) -> str:
-    """The frame with its parts: (anchor, name, HTML) per section."""
+    """Fill the page template. `written` has one (anchor, name, HTML) per section."""
     parts = {
         "title": escape(title),
         "style": _read("page.css"),
@@ -87,16 +90,16 @@ def fill_page(
         "runtime": load_runtime(),
         "script": _read("page.js"),
     }
-    pieces = _read("page.html").split("@@")  # text, name, text, name, ...: a value is never scanned for names
+    pieces = _read("page.html").split("@@")  # alternately text and name, so inserted values are never parsed for names
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
 def write_html(results: Results, path: str | Path) -> None:
-    """Write the page, atomically.
+    """Write the page to a file, atomically.
 
     Args:
-        results: records of one job.
-        path: of the file.
+        results: the records of one job.
+        path: the file to write.
 
     Example:
         >>> write_html(Results(probe=report.record, plan=plan), "report.html")

@@ -1,4 +1,4 @@
-"""What a report is made of: the records of one job, by kind."""
+"""The input of a report: the records of one job, by kind."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -37,26 +37,25 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Results:
-    """The records of one job. Every part may be absent; the report says what it has.
+    """The records of one job. Any of them may be absent; the report shows what there is.
 
     Args:
-        probe: what Probe found.
-        plans: what was decided.
-        runs: of training.
-        comparisons: of runs.
-        drift: over training.
-        mods: what was rewritten.
-        speeds: of a machine elsewhere.
-        benches: of kernels.
-        rows: of the performance database.
-        quantized: what was quantised.
-        tests: of two models on the same users.
-        analyses: of distributions.
-        loads: of a server.
-        experiments: on live traffic.
-        tunings: what `loka.tune` found.
-        sizes: estimates for other sizes.
-        conversions: what runs where.
+        probe: the probe report.
+        plans: plans of what runs in which precision.
+        runs: training runs.
+        comparisons: comparisons of training runs.
+        drift: how statistics drifted during training.
+        mods: summaries of applied mods.
+        benches: kernel benchmarks.
+        rows: rows of the performance database.
+        quantized: models quantized for serving.
+        tests: paired tests of two models on the same users.
+        analyses: analyses of distributions.
+        loads: load tests of a server.
+        experiments: experiments on live traffic.
+        tunings: results of `loka.tune`.
+        sizes: speed estimates for other model sizes.
+        conversions: which modules run in which precision.
 
     Example:
         >>> write_html(Results(probe=report.record, plans=(plan,)), "report.html")
@@ -81,7 +80,10 @@ class Results:
 
     @classmethod
     def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
-        """Read every *.json of a folder, or one file, and the files of `add`; what is no record of a known kind is an error naming it. What `tune` goes on from (evidence*.json) is passed over."""
+        """Read one record file, or every *.json of a folder, and the files of `add`.
+
+        Files from which `tune` resumes (evidence*.json) are skipped. Any other file without a known record is an error.
+        """
         place = Path(folder)
         if not place.exists():
             raise ValueError(f"there is no file or folder {folder}")
@@ -93,7 +95,7 @@ class Results:
 
     @classmethod
     def of(cls, found: Sequence[Record], name: str = "these records") -> "Results":
-        """Records by kind; at most one probe report and one drift report make a report."""
+        """Sort records by kind. There may be at most one probe report and one drift report."""
         return cls(
             probe=_one(found, ProbeReport, name, "probe reports"),
             plans=tuple(sorted(_every(found, Plan), key=_place_of_plan)),
@@ -115,17 +117,17 @@ class Results:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that ran: made from the evidence, for accuracy only where there is one; the first where there are several."""
+        """The plan that ran: the first of `plans`, where `of` puts plans made from evidence and for this machine first."""
         return self.plans[0] if self.plans else None
 
     @property
     def target_plan(self) -> Plan | None:
-        """A plan for a machine elsewhere, beside the one that ran."""
+        """A plan for another machine, in addition to the one that ran."""
         return next((plan for plan in self.plans[1:] if plan.target is not None and plan.recipe == "auto"), None)
 
     @property
     def ordered_comparisons(self) -> tuple[Comparison, ...]:
-        """The comparison of the planned run first, a control in high precision last, the others by name between."""
+        """The comparisons: the planned run first, then the others by name, controls in high precision last."""
         planned = {run.name for run in self.runs if run.precision.startswith("auto")}
 
         def place(c: Comparison) -> tuple[bool, bool, str]:
@@ -141,13 +143,13 @@ class Results:
 
     @property
     def environments(self) -> dict[str, Environment]:
-        """Where each part was made, one entry per command and machine."""
+        """The environments that produced the records, one entry per command and machine."""
         parts = {
             "training": self.ordered_runs,
             "probe": (self.probe,) if self.probe else (),
             "plan": self.plans,
             "mods": self.mods,
-            "quantised model": self.quantized,
+            "quantized model": self.quantized,
             "A/B": self.tests,
             "distributions": self.analyses,
             "kernels": self.benches,
@@ -183,7 +185,7 @@ def _one(found: Sequence[Record], kind: type[R], name: str, words: str) -> R | N
 
 
 def read_any(path: Path) -> Record:
-    """One record file of any kind a report knows."""
+    """Read one record file of any kind that a report can show."""
     try:
         header = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from loka.report.vega import ACCENT, SECOND, Spec, colour_by, draw, make_chart, 
 
 
 def write_serving(results: Results) -> str:
-    """Load tests first, then experiments."""
+    """Return the load tests, then the experiments."""
     parts = [_write_loads(results.loads)] if results.loads else []
     parts += [_write_load(test, number) for number, test in enumerate(results.loads)]
     parts += [_write_experiment(test) for test in results.experiments]
@@ -32,7 +32,7 @@ def _write_loads(tests: tuple[LoadTest, ...]) -> str:
         "other codes",
     )  # fmt: skip
     return "<h3>Under load</h3>" + about(
-        "Open-loop traffic: requests leave when they are due, and latency counts from then. Good is an answer inside the SLA; late is the share of the accepted."
+        "Open-loop traffic: requests are sent when they are due, and latency counts from then. A good answer is within the SLA; late is a share of the accepted requests."
     ) + table(head, rows, numeric=range(1, 10), caption="Load tests")  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def _write_experiment(test: OnlineTest) -> str:
     text = f"<h3>{escape(test.candidate)} against {escape(test.baseline)} on live traffic, experiment {escape(test.salt)}</h3>"
     if test.split.mismatch:
         text += notice(
-            f"The arms do not have the users they should (p = {test.split.p_value:.2g}): do not believe this experiment."
+            f"The users are not split between the arms as configured (p = {test.split.p_value:.2g}): do not trust this experiment."
         )
     text += "".join(notice(escape(note)) for note in test.notes)
     head = ("metric", "verdict", "baseline", "candidate", "change, valid at any time", "margin", "users")
@@ -76,7 +76,7 @@ def _write_experiment(test: OnlineTest) -> str:
 
 
 def draw_load(test: LoadTest) -> Spec | None:
-    """p50 and p99 of what was answered, by when it was due."""
+    """Draw p50 and p99 of the answered requests, by the second in which they were due."""
     rows = [
         {"second": b.second, "quantile": name, "ms": value, "answered": b.answered, "offered": b.offered}
         for b in test.bins

@@ -1,4 +1,4 @@
-"""Charts of sites: error by place or by speed-up, the model's sensitivity, histograms, drift. page.js fills data in that the page has already."""
+"""Charts of sites: error by position or speed-up, sensitivity, histograms, drift. page.js fills in some of the data."""
 
 from loka.records import DriftReport, ProbeReport
 from loka.report.vega import (
@@ -20,7 +20,7 @@ from loka.report.vega import (
     zero_line,
 )
 
-MANY = 60  # sites; above, one line each would be a wall
+MANY = 60  # with more sites than this, the chart does not give each its own row
 
 _ERROR = number(log=12, ticks=5)
 _AT = {**_ERROR, "field": "at", "title": "error of the product"}
@@ -29,7 +29,7 @@ _TOOLTIP = tooltip("site", "recipe", "backend", error=".4f", low=".4f", high=".4
 
 
 def _style_recipes(recipes: list[str]) -> Spec:
-    """Colour and shape: the shape tells recipes apart where colours do not."""
+    """Return color and shape by recipe; the shape helps readers who cannot tell the colors apart."""
     colours = [RECIPE_COLOURS.get(r, QUIET) for r in recipes]
     return {"color": colour_by("recipe", recipes, colours), "shape": shape_by("recipe", recipes)}
 
@@ -41,14 +41,14 @@ def _limit_line() -> list[Spec]:
 
 
 def draw_sites(recipes: list[str], sites: int) -> Spec:
-    """Error by place in the model, one row per site; above `MANY` sites, one height each."""
+    """Draw the error by position in the model: one row per site, or a continuous axis above `MANY` sites."""
     style, many, y = _style_recipes(recipes), sites > MANY, SITES
     if many:
         y = number("index", "site, in model order", scale={"reverse": True, "nice": False, "domain": [0, sites]})
     rule = {"type": "rule", "strokeWidth": 1 if many else 2, "opacity": 0.25 if many else 0.6}
     dot = point(24, 0.55, cursor="pointer") if many else point(70, 0.95, cursor="pointer")
     return make_chart(
-        "Error of every linear under every recipe, with the limit; choose a point for the site's page",
+        "Error of every linear with every recipe, and the limit; click a point to open the site's page",
         height=460 if many else max(24 * sites, 96),
         data={"values": []},
         layer=[
@@ -59,8 +59,8 @@ def draw_sites(recipes: list[str], sites: int) -> Spec:
     )
 
 
-def _room(y: Spec, least: float) -> list[Spec]:
-    """Invisible points that keep both limits away from the edges, so that all four corners exist."""
+def _add_room(y: Spec, least: float) -> list[Spec]:
+    """Return invisible points that keep both limits away from the edges, so that all four corners are visible."""
     hidden = {"type": "point", "opacity": 0, "tooltip": False}
     beyond = {"calculate": "datum.limit * 1.15", "as": "beyond"}
     return [
@@ -70,7 +70,10 @@ def _room(y: Spec, least: float) -> list[Spec]:
 
 
 def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
-    """The map: safe or unsafe (left or right of the limit) by fast or slow (above or below the least speed-up), with both intervals."""
+    """Draw error against speed-up, with both intervals.
+
+    Safe is left of the error limit, fast is above the minimum speed-up `least`.
+    """
     style, y = _style_recipes(recipes), number(log=14, ticks=6)
     named = {**y, "field": "speedup", "title": f"speed-up over bf16 on {where}"}
     rule, colour = {"type": "rule", "strokeWidth": 1.5, "opacity": 0.45}, style["color"]
@@ -83,12 +86,12 @@ def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
         ("unsafe, slow", "right", "bottom", "width - 6", "height - 6"),
     )
     return make_chart(
-        "Error against speed-up of every linear under every recipe and kernel: safe is left of the limit, fast is above the least speed-up",
+        "Error against speed-up of every linear with every recipe and kernel: safe is left of the limit, fast is above the minimum speed-up",
         height=440,
         data={"values": []},
         layer=[
             *_limit_line(),
-            *_room(y, least),
+            *_add_room(y, least),
             draw(LIMIT, [{"at": least}], y={**y, "field": "at"}),
             draw(rule, x=_FROM, x2="to", y=named, color=colour),
             draw(rule, x=_AT, y={**y, "field": "slow"}, y2="fast", color=colour),
@@ -102,7 +105,7 @@ def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
 
 
 def draw_drift(drift: DriftReport) -> Spec | None:
-    """Every move at the step it was seen, by how much, one colour per feature."""
+    """Draw every move by the step in which it was seen and its size, one color per feature."""
     moves = drift.moves[:2000]
     if not moves:
         return None
@@ -124,7 +127,7 @@ def draw_drift(drift: DriftReport) -> Spec | None:
 
 
 def draw_sensitivity(probe: ProbeReport) -> Spec | None:
-    """Change of the end metric with each site alone in low precision."""
+    """Draw the change of the end metric when each site alone runs in low precision."""
     rows: list[Spec] = [
         {"site": site.name, "change": 100 * c.value, "low": 100 * c.low, "high": 100 * c.high}
         for site in probe.sites
@@ -153,7 +156,7 @@ def draw_sensitivity(probe: ProbeReport) -> Spec | None:
 
 
 def draw_histogram() -> Spec:
-    """log2 |x| of one operand over the bands of a format scaled to its largest value. page.js fills the two data sets in."""
+    """Draw log2 |x| of one operand over the bands of a format scaled to its amax. page.js fills in both data sets."""
     x = number(title="log2 of the magnitude", scale={"zero": False, "nice": False}, field="from")
     bands = {"domain": ["full precision", "losing bits", "becomes zero"], "range": [{"expr": c} for c in (ACCENT, THIRD, "alarm")]}  # fmt: skip
     colour = {"field": "band", "type": "nominal", "scale": bands, "legend": None}

@@ -1,4 +1,4 @@
-"""Sites: the map, the sensitivity of the model to each, drift over training, the plan as a table, memory."""
+"""Sites: the map of errors, the sensitivity of the model to each site, drift during training, the plan, memory."""
 
 from loka.records import Choice, DriftReport, Plan, ProbeReport, SitePlan
 from loka.report.findings import write_findings
@@ -6,12 +6,12 @@ from loka.report.headline import count_converted, is_converted
 from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, row, table
 from loka.report.results import Results
 
-STATIC_ROWS = 300  # of the plan, in plain HTML for a reader without JavaScript
+STATIC_ROWS = 300  # rows of the plan in plain HTML, for readers without JavaScript
 _TABS = (("fprop", "Forward"), ("dgrad", "Input gradient"), ("wgrad", "Weight gradient"))
 
 
 def write_sites(results: Results) -> str:
-    """The map of sites and the place for one site's page."""
+    """Return the map of sites, and a placeholder for the page of one site."""
     probe = results.probe
     if probe is None:
         return ""
@@ -22,14 +22,14 @@ def write_sites(results: Results) -> str:
     )
     return (
         about(
-            f"Error of each linear's product when its operands are quantised, judged on {_say_sources(probe)} kept from "
-            f"{probe.sampled_steps} sampled steps of {probe.steps:,}; lines are 95 % intervals, the dashed line is the limit "
-            f"(MERE {probe.max_mere:g} forward, relative L2 {probe.max_gradient_error:g} in gradients). A product below the limit is unsafe all the same where it changes the loss too much; the table says why. {_say_speed(probe)} "
-            "Choose a point, or a site in the table below, for its page."
+            f"Error of each linear's product when its operands are quantized, judged on {_say_sources(probe)} kept from "
+            f"{probe.sampled_steps} sampled steps of {probe.steps:,}. Lines are 95 % intervals, the dashed line is the limit "
+            f"(MERE {probe.max_mere:g} forward, relative L2 {probe.max_gradient_error:g} in gradients). A product below the limit is still unsafe if it changes the loss too much; the table says why. {_say_speed(probe)} "
+            "Click a point, or a site in the table below, to open its page."
         )
         + _write_counts(probe)
         + f'<div class="controls"><fieldset aria-label="GEMM">{tabs}</fieldset></div>'
-        + chart("sites", "Error of every linear under every recipe, with the limit; the table below has the same sites")
+        + chart("sites", "Error of every linear with every recipe, and the limit; the table below has the same sites")
         + '<p class="facts" id="sites-note" role="status"></p>'
         + _write_sensitivity(results)
         + write_findings(probe)
@@ -40,14 +40,14 @@ def write_sites(results: Results) -> str:
 
 _GLOSSARY = (
     "<details><summary>Words on this page</summary><dl class=env>"
-    "<dt>MERE</dt><dd>Mean of the element-wise relative error of a product: |got - exact| / |exact|, averaged over its elements. Forward products are judged by it.</dd>"
-    "<dt>relative L2</dt><dd>Length of the error over length of the exact result. Gradients are judged by it.</dd>"
+    "<dt>MERE</dt><dd>Mean element-wise relative error of a product: |result - exact| / |exact|, averaged over its elements. Forward products are judged by it.</dd>"
+    "<dt>relative L2</dt><dd>L2 norm of the error divided by the L2 norm of the exact result. Gradients are judged by it.</dd>"
     "<dt>real rows</dt><dd>Rows of activations and gradients that Probe kept while the model trained.</dd>"
-    "<dt>copula</dt><dd>Rows drawn anew that have each column's distribution and the columns' dependence as the real rows have them: what other batches could look like.</dd>"
-    "<dt>Gaussian, N(0, 1)</dt><dd>Rows drawn from a Gaussian with the real rows' mean and covariance; independent standard numbers, which say nothing about the model.</dd>"
-    "<dt>origin</dt><dd>Which of these rows an error was measured on; a site is judged by its worst.</dd>"
-    "<dt>SQNR</dt><dd>Signal to quantisation noise of the product, in decibels; 6 dB are one bit.</dd>"
-    "<dt>underflow</dt><dd>Share of the operands' non-zero values that become zero.</dd>"
+    "<dt>copula</dt><dd>Synthetic rows with the column distributions of the real rows and the same dependence between columns: what other batches could look like.</dd>"
+    "<dt>Gaussian, N(0, 1)</dt><dd>Rows drawn from a Gaussian with the real rows' mean and covariance; independent standard normal numbers, which say nothing about the model.</dd>"
+    "<dt>origin</dt><dd>Which of these rows an error was measured on; a site is judged by the worst.</dd>"
+    "<dt>SQNR</dt><dd>Signal-to-quantization-noise ratio of the product, in decibels; 6 dB are one bit.</dd>"
+    "<dt>underflow</dt><dd>Share of the operands' non-zero values that quantization turns into zero.</dd>"
     "<dt>fprop, dgrad, wgrad</dt><dd>The three products of a linear: its output, the gradient of its input, the gradient of its weight.</dd>"
     "</dl></details>"
 )
@@ -68,11 +68,11 @@ def _say_sources(probe: ProbeReport) -> str:
 def _say_speed(probe: ProbeReport) -> str:
     if any(c.speedup for site in probe.sites for c in site.candidates):
         return f"Speed-ups over bf16 were measured on {escape(probe.environment.device)}."
-    return "Speed was not measured on this machine, so the vertical axis is the place in the model."
+    return "Speed was not measured on this machine, so the vertical axis is the position in the model."
 
 
 def _write_counts(probe: ProbeReport) -> str:
-    """Safe and unsafe by fast and slow, as the text twin of the map."""
+    """Return the counts of safe and unsafe by fast and slow GEMMs: the map as a table."""
     verdicts = [v for site in probe.sites for v in site.verdicts]
     speeds = [s for s in ("fast", "slow", "not measured") if any(v.speed == s for v in verdicts)]
     rows = [
@@ -102,16 +102,16 @@ def _write_sensitivity(results: Results) -> str:
             f"[{100 * c.low:+.3f}, {100 * c.high:+.3f}]."
         )
     return (
-        "<h3>What each site does to the model</h3>"
+        "<h3>Effect of each site on the loss</h3>"
         + about(
-            f"{escape(capitalise(probe.sensitivity))}: the weights are the same, so none of this is noise of training.{together}"
+            f"{escape(capitalise(probe.sensitivity))}: the weights are the same, so this contains no training noise.{together}"
         )
         + chart("sensitivity", "Change of the loss when each site alone runs in low precision")
     )
 
 
 def write_drift(results: Results) -> str:
-    """What moved while the model trained."""
+    """Return what moved while the model trained."""
     drift = results.drift
     if drift is None:
         return ""
@@ -120,7 +120,7 @@ def write_drift(results: Results) -> str:
         f"{count(len(drift.moves), 'move')}. Values are log2, so 1 is a doubling."
     )
     if drift.too_short:
-        head += f" {len(drift.too_short)} sites have no two complete windows: nothing can be said of them yet."
+        head += f" {len(drift.too_short)} sites do not have two complete windows yet and were not compared."
     text = about(head) + _write_changes(drift)
     if not drift.moves:
         return text
@@ -132,7 +132,7 @@ def write_drift(results: Results) -> str:
                 escape(m.feature),
                 f"{m.since:,} → {m.step:,}",
                 f"{m.before:.3g} → {m.after:.3g}",
-                "too few looks" if m.sigmas is None else f"{m.sigmas:.1f}",
+                "too few samples" if m.sigmas is None else f"{m.sigmas:.1f}",
             ],
             numeric=(3, 4, 5),
         )
@@ -148,7 +148,7 @@ def write_drift(results: Results) -> str:
 
 def _write_changes(drift: DriftReport) -> str:
     if not drift.judged:
-        return about("Whether a verdict would change was not asked.")
+        return about("Whether a verdict would change was not checked.")
     if not drift.changes:
         return about("No verdict would change.")
     lines = "; ".join(f"{c.site}: {c.before} → {c.after}" for c in drift.changes)
@@ -156,7 +156,7 @@ def _write_changes(drift: DriftReport) -> str:
 
 
 def write_plan(results: Results) -> str:
-    """The plan as a table one can search; without a plan, the verdicts."""
+    """Return the plan as a searchable table, or the verdicts if there is no plan."""
     plan = results.plan
     if plan is None and results.probe is None:
         return ""
@@ -174,16 +174,24 @@ def write_plan(results: Results) -> str:
     )
     head = ("site", "K × N", "FLOPs", *(label.lower() for _, label in _TABS), "why")
     return (
-        text + controls + table(head, [], numeric=(1, 2), name="plan-table", caption="Sites") + pager + _static(results)
+        text
+        + controls
+        + table(head, [], numeric=(1, 2), name="plan-table", caption="Sites")
+        + pager
+        + _write_static_plan(results)
     )
 
 
-def _static(results: Results) -> str:
-    """The same rows without JavaScript."""
+def _write_static_plan(results: Results) -> str:
+    """Return the plan's rows for readers without JavaScript."""
     plan = results.plan
     if plan is None:
         return ""
-    rest = f"<p>{len(plan.sites) - STATIC_ROWS} more: `loka explain`.</p>" if len(plan.sites) > STATIC_ROWS else ""
+    rest = (
+        f"<p>{len(plan.sites) - STATIC_ROWS} more: run <code>loka explain</code>.</p>"
+        if len(plan.sites) > STATIC_ROWS
+        else ""
+    )
     head = ("site", "K × N", "FLOPs", *(label.lower() for _, label in _TABS), "why not FP8")
     return f"<noscript>{table(head, [_plan_row(site) for site in plan.sites[:STATIC_ROWS]])}{rest}</noscript>"
 
@@ -207,12 +215,12 @@ def _say_plan(plan: Plan) -> str:
 
 
 def _say_target(results: Results) -> str:
-    """The plan for another machine, beside the one that ran."""
+    """Return the plan for another machine, if there is one."""
     there = results.target_plan
     if there is None:
         return ""
     rows = [
-        row([f'<span class="mono">{escape(s.site)}</span>', *(_spell_there(s, gemm) for gemm, _ in _TABS)])
+        row([f'<span class="mono">{escape(s.site)}</span>', *(_spell_target(s, gemm) for gemm, _ in _TABS)])
         for s in there.sites[:STATIC_ROWS]
     ]
     notes = "".join(f"<li>{escape(capitalise(note))}</li>" for note in there.notes)
@@ -221,8 +229,8 @@ def _say_target(results: Results) -> str:
         f"<details><summary>The plan for {escape(there.target or '')}: {count_converted(there)} of {len(there.sites)} linears, "
         f"{percent(there.low_precision_share)} of the GEMM FLOPs</summary>"
         + about(
-            f"The same errors, measured here, with speed-ups of committed database rows of that machine; at least "
-            f"{there.min_speedup:g}× is asked. A GEMM without a row for its shape stays in high precision: nothing is guessed."
+            f"The same errors, measured here, with speed-ups from committed database rows of that machine; at least "
+            f"{there.min_speedup:g}× is required. A GEMM without a row for its shape stays in high precision, because speeds are not guessed."
         )
         + f"<ul>{notes}</ul>"
         + table(head, rows, caption=f"Plan for {there.target}")
@@ -230,7 +238,7 @@ def _say_target(results: Results) -> str:
     )
 
 
-def _spell_there(site: SitePlan, gemm: str) -> str:
+def _spell_target(site: SitePlan, gemm: str) -> str:
     choice = next((c for c in site.choices if c.gemm == gemm), None)
     if choice is None:
         return "–"
@@ -251,20 +259,20 @@ def _plan_row(site: SitePlan) -> str:
         f"{site.k} × {site.n}",
         percent(site.flops_share),
         *(_spell(chosen.get(gemm)) for gemm, _ in _TABS),
-        why if site.choices else "no GEMM was seen",
+        why if site.choices else "no GEMM was observed",
     ]
     return row(cells)
 
 
 def _spell(choice: Choice | None) -> str:
-    """What one GEMM runs."""
+    """Return what one GEMM runs in."""
     if choice is None:
         return "–"
     return "high" if choice.a is None else f"{escape(choice.a)} @ {escape(choice.b or '')}"
 
 
 def write_memory(results: Results) -> str:
-    """What linears keep for backward, from the shapes: x in bf16, or in FP8 where fprop and wgrad are quantised."""
+    """Return the memory of inputs saved for backward, from shapes: bf16, or FP8 if fprop and wgrad are quantized."""
     plan, probe = results.plan, results.probe
     if plan is None or probe is None:
         return ""
@@ -279,8 +287,8 @@ def write_memory(results: Results) -> str:
     converted = sum(is_converted(site) for site in plan.sites)
     return (
         about(
-            f"Inputs that the {len(probe.sites)} linears keep for their backward pass, computed from their shapes at the largest number of rows seen "
-            f"(not measured; scales, under 4 %, not counted). {len(low)} of the {converted} converted linears keep FP8."
+            f"Inputs that the {len(probe.sites)} linears save for the backward pass, computed from their shapes at the largest number of rows seen "
+            f"(not measured; scales, below 4 %, are not counted). {len(low)} of the {converted} converted linears save them in FP8."
         )
-        + f'<div class="narrow">{table(("kept for backward", "MiB", "of bf16"), rows, numeric=(1, 2), caption="Memory")}</div>'
+        + f'<div class="narrow">{table(("saved for backward", "MiB", "of bf16"), rows, numeric=(1, 2), caption="Memory")}</div>'
     )

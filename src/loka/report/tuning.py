@@ -1,4 +1,4 @@
-"""What tuning found: every unit with its way, and the step and the loss of the whole model beside 16 bits."""
+"""Results of tuning: how every unit runs, and the step time and loss of the whole model compared with 16-bit."""
 
 from loka.records import Conversion, Interval
 from loka.records.prose import spell_unit
@@ -7,19 +7,19 @@ from loka.report.markup import about, chip, escape, notice, percent, row, signed
 from loka.report.results import Results
 
 _GLOSSARY = (
-    "<p class=about><b>Unit</b>: what one decision is about, a linear or a chain of them that hands FP8 on from one to the next. "
-    "<b>Predicted</b>: the relative change of the loss that the score expects of the unit's rounding. <b>Swapped</b>: the change that was measured with this unit alone in FP8, on held-out "
-    "batches, paired. <b>Speed-up</b>: of the unit cut out of the model, compiled, over compiled 16 bits. <b>Margin</b>: the change that counts as none.</p>"
+    "<p class=about><b>Unit</b>: a linear, or a chain of linears that pass FP8 from one to the next; each unit is decided as a whole. "
+    "<b>Predicted</b>: the relative change of the loss that the score expects from the unit's rounding. <b>Swapped, alone</b>: the change measured with only this unit in FP8, on held-out "
+    "batches, paired. <b>Speed-up</b>: of the unit alone, outside of the model, compiled, over its compiled 16-bit version. <b>Margin</b>: changes up to this size count as none.</p>"
 )
 
 
 def say_tuning(tuning: Tuning) -> str:
-    """The headline of a tuning: one sentence that claims no more than was measured."""
+    """Return the headline of a tuning: one sentence that claims no more than was measured."""
     return f"{tuning.model}: {tuning.verdict}"
 
 
 def write_tuning(results: Results) -> str:
-    """All tunings, then what was converted."""
+    """Return all tunings, then the conversions and the estimates."""
     parts = [
         *map(_write_one, results.tunings),
         *map(_write_conversion, results.conversions),
@@ -29,14 +29,14 @@ def write_tuning(results: Results) -> str:
 
 
 def _write_sizes(found: SizeEstimates) -> str:
-    """Estimates for a device that was not there, called so in every place."""
+    """Return the estimates for another device, marked as estimates in every place."""
     rows = [
         row([escape(size.size), f"{size.rows:,}", percent(size.share), f"{times(size.linears)} {chip('estimated', '')}"], numeric=(1, 2, 3))
         for size in (found.here, found.large)
     ]  # fmt: skip
-    head = ("size of the model", "rows of a batch", "FLOPs in FP8", "its linears, over bf16")
-    note = notice(f"Speeds are {escape(found.method)}. None was measured; what is no linear is not counted.")
-    caption = "What is faster is taken, the rest stays in 16 bits"
+    head = ("size of the model", "batch size", "FLOPs in FP8", "speed-up of its linears over bf16")
+    note = notice(f"Speeds are {escape(found.method)}. None was measured; only linears are counted.")
+    caption = "Linears that are faster in FP8 are converted, the others stay in 16-bit precision"
     return f"<h3>Estimated for {escape(found.target)}</h3>{note}" + table(
         head, rows, numeric=(1, 2, 3), caption=caption
     )
@@ -47,23 +47,25 @@ def _write_one(tuning: Tuning) -> str:
     head = ("unit", "runs as", "FLOPs", "speed-up", "predicted", "swapped, alone", "why")
     margin = f"Margin {percent(tuning.margin, 2)}"
     if tuning.used_margin != tuning.margin:
-        margin += f", judged at {percent(tuning.used_margin, 2)}, which is what the held-out data could resolve"
+        margin += (
+            f", judged at {percent(tuning.used_margin, 2)}, the smallest change that the held-out data could resolve"
+        )
     text = f"<h3>{escape(say_tuning(tuning))}</h3>" + about(
         f"{margin}. The forward pass was judged by swapping FP8 in on held-out {tuning.metric_unit}; {_say_gradients(tuning)}. The model itself was not trained."
     )
     text += "".join(notice(escape(note)) for note in tuning.notes)
     if tuning.estimate is not None:
-        text += notice(f"Speeds are {escape(tuning.estimate.method)}. Rows of a call there: {tuning.estimate.rows:g} times those here. None was measured.")  # fmt: skip
+        text += notice(f"Speeds are {escape(tuning.estimate.method)}. Calls there have {tuning.estimate.rows:g} times as many rows as here. None was measured.")  # fmt: skip
     if tuning.step_microseconds:
         steps = [row([escape(name), f"{us / 1000:.3f}"], numeric=(1,)) for name, us in tuning.step_microseconds.items()]
-        text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step beside 16 bits")
+        text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step compared with 16-bit")
     if tuning.metric_change is not None:
         text += f"<p>Loss {signed(tuning.metric_change.value)}, {span_of(tuning.metric_change)} (95 %).</p>"
     return text + table(head, rows, numeric=range(2, 6), caption="Units") + _GLOSSARY
 
 
 def _say_gradients(tuning: Tuning) -> str:
-    """How gradients were judged; what the record calls the score is explained under the table as a prediction."""
+    """Return how gradients were judged. The record's "score" is called "predicted change" on the page."""
     if tuning.gradients.startswith("none"):
         return "a served model has no gradients"
     return f"gradients {escape(tuning.gradients.replace('by the score', 'by the predicted change'))}"
@@ -74,7 +76,7 @@ def _unit_row(unit: TunedUnit) -> str:
     why = escape(unit.reason) + "".join(f"<br>{chip('alarm', 'bad')} {escape(alarm)}" for alarm in unit.alarms)
     names = escape(" → ".join(unit.linears)) if len(unit.linears) > 1 else escape(unit.name)
     return row(
-        [names, chip("16 bits" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why],
+        [names, chip("16-bit" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why],
         numeric=range(2, 6), why=6,
     )  # fmt: skip
 
@@ -95,6 +97,6 @@ def _write_conversion(done: Conversion) -> str:
     units = "".join(f"<li>{escape(spell_unit(unit))}</li>" for unit in done.units)
     notes = "".join(notice(escape(note)) for note in done.notes)
     first = escape(str(done).splitlines()[0])
-    return f"<h3>What runs</h3><p>{first}</p>{notes}<ul>{units}</ul>" + table(
-        ("linear", "runs"), rows, caption="What runs where"
+    return f"<h3>Conversion</h3><p>{first}</p>{notes}<ul>{units}</ul>" + table(
+        ("linear", "runs in"), rows, caption="Precision of each linear"
     )

@@ -1,13 +1,14 @@
-"""What every chart shares. Charts are Vega-Lite specifications: plain dictionaries, data inline. Colours and fonts are the page's business (page.js).
+"""Building blocks of all charts. Charts are Vega-Lite specifications: plain dictionaries with inline data.
 
-A value is drawn with its interval, a decision with its limit. What was not measured is absent, and the text beside the chart says so.
+page.js sets colors and fonts. Values are drawn with their interval, decisions with their limit. What was not measured
+is absent, and the text next to the chart says so.
 """
 
 from typing import Any
 
 Spec = dict[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-ACCENT, SECOND, THIRD, QUIET = "accent", "second", "third", "quiet"  # names; page.js knows what they look like
+ACCENT, SECOND, THIRD, QUIET = "accent", "second", "third", "quiet"  # color names, defined in page.css
 SERIES = [QUIET, ACCENT, SECOND, THIRD, "alarm", "ink"]
 RECIPE_COLOURS = {"tensorwise": SECOND, "rowwise_with_gw_hp": QUIET, "rowwise": ACCENT, "blockwise": THIRD}
 PERCENT = ".3~f"
@@ -17,20 +18,20 @@ SITES = {"field": "site", "type": "nominal", "sort": None, "title": None, "axis"
 
 
 def make_chart(description: str, **rest: Any) -> Spec:
-    """A specification as wide as its place."""
+    """Return a chart specification that fills the width of its container."""
     fit = {"type": "fit-x", "contains": "padding"}
     return {"$schema": SCHEMA, "description": description, "width": "container", "autosize": fit, **rest}
 
 
 def draw(mark: Spec, rows: list[Spec] | None = None, **encoding: Any) -> Spec:
-    """A layer: a mark and what it shows; without rows of its own, of the chart's. A plain name stands for a field."""
+    """Return a layer: a mark, its data (the chart's if `rows` is None) and its encoding. A plain string is a field."""
     data = {} if rows is None else {"data": {"values": rows}}
     fields = {name: {"field": each} if isinstance(each, str) else each for name, each in encoding.items()}
     return {**data, "mark": mark, "encoding": fields}
 
 
 def number(field: str | None = None, title: str | None = None, *, log: int | None = None, ticks: int | None = None, format: str | None = None, **rest: Any) -> Spec:  # fmt: skip
-    """An axis of numbers; `log` is the padding of a logarithmic one."""
+    """Return a numeric axis. `log` makes it logarithmic, with this padding."""
     scale = {} if log is None else {"scale": {"type": "log", "nice": False, **({"padding": log} if log else {})}}
     axis = {name: value for name, value in (("format", format), ("tickCount", ticks)) if value is not None}
     named = {name: value for name, value in (("field", field), ("title", title)) if value is not None}
@@ -38,12 +39,12 @@ def number(field: str | None = None, title: str | None = None, *, log: int | Non
 
 
 def point(size: int, opacity: float, **rest: Any) -> Spec:
-    """A filled point."""
+    """Return a filled point mark."""
     return {"type": "point", "filled": True, "size": size, "opacity": opacity, **rest}
 
 
 def tooltip(*fields: str, **formats: str) -> list[Spec]:
-    """Fields as they are, then fields with a format; a title behind it, after a colon."""
+    """Return a tooltip of plain fields, then fields with "format" or "format:title"."""
     said = [{"field": field} for field in fields]
     for field, text in formats.items():
         shape, _, title = text.partition(":")
@@ -52,24 +53,24 @@ def tooltip(*fields: str, **formats: str) -> list[Spec]:
 
 
 def zero_line(axis: str, at: float = 0.0, **mark: Any) -> Spec:
-    """A thin line across the chart."""
+    """Return a thin line across the chart."""
     return draw(
         {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5, **mark}, [{"at": at}], **{axis: number("at")}
     )
 
 
 def colour_by(field: str, names: list[str], colours: list[str]) -> Spec:
-    """A legend on top, one colour per name."""
+    """Return a color encoding with a legend on top, one color per name."""
     scale = {"domain": names, "range": [{"expr": colour} for colour in colours]}
     return {"field": field, "type": "nominal", "scale": scale, "legend": {"title": None, "orient": "top"}}
 
 
 def shape_by(field: str, names: list[str] | None = None) -> Spec:
-    """A legend on top, one shape per name: it tells apart what colours do not."""
+    """Return a shape encoding with a legend on top, one shape per name."""
     scale = {} if names is None else {"scale": {"domain": names}}
     return {"field": field, "type": "nominal", "legend": {"title": None, "orient": "top"}, **scale}
 
 
 def cycle(names: list[str], first: int = 0) -> list[str]:
-    """As many colours as names, again from the beginning where there are more."""
+    """Return one color per name, starting over when they run out."""
     return [SERIES[(index + first) % len(SERIES)] for index in range(len(names))]

@@ -1,13 +1,13 @@
-"""Semantic ids: every item as a short tuple of codes, so that a generative recommender can spell it.
+"""semantic_ids: describe every item by a short tuple of codes, which a generative recommender can generate.
 
-    embeddings = embed_text(titles)                                   # what items are; or vectors of your own, [n, d]
-    embeddings = embed_histories(items, offsets, n_items)             # what they are chosen with: training histories
+    embeddings = embed_text(titles)                          # from item texts; or your own vectors [n, d]
+    embeddings = embed_histories(items, offsets, n_items)    # from co-occurrence in training histories
     index = fit_semantic_ids(embeddings, ResidualKMeans((256, 256, 256)), collisions="level")
-    print(index.quality(embeddings))                                  # collisions, codebook use, variance left per level
+    print(index.quality(embeddings))                         # collisions, codebook use, variance left per level
     index.save("items.safetensors");  load_index("items.safetensors")
-    nodes = index.trie.step(nodes, codes)                             # constrained decoding; index.trie.items(nodes) at the end
+    nodes = index.trie.step(nodes, codes)                    # constrained decoding; index.trie.items(nodes) at the end
 
-Depends on torch and safetensors only; scikit-learn is imported by `embed_text` alone.
+Depends on torch and safetensors only; scikit-learn is needed for `embed_text`.
 """
 
 from loka.semantic_ids.collisions import resolve_collisions

@@ -24,9 +24,10 @@ _ROUGH, _FINE = 1.0, 0.3
 
 
 def assign_balanced(points: Tensor, centroids: Tensor, capacity: int, *, epsilon: float = _FINE) -> Tensor:
-    """Codes [n] such that no code is used more than `capacity` times, nearly minimising the total squared distance.
+    """Return codes [n], each used at most `capacity` times, that nearly minimize the total squared distance.
 
-    `epsilon` is relative to the mean squared distance between points and centroids; smaller is closer to the optimum and slower.
+    `epsilon` is relative to the mean squared distance of points and centroids; smaller is closer to the optimum and
+    slower.
     """
     n, k = points.shape[0], centroids.shape[0]
     if capacity * k < n:
@@ -58,9 +59,10 @@ def fit_balanced_kmeans(
     tolerance: float = 1e-4,
     batch_size: int | None = None,
 ) -> Clustering:
-    """K-means first, then `rounds` of balanced assignment (rough, the last two finer) and averaging.
+    """Fit k-means, then run `rounds` of balanced assignment (coarse, the last two finer) and averaging.
 
-    The capacity is ceil(slack n / clusters). The centroids are the means of the final codes, so a point's code is not always its nearest centroid.
+    The capacity is ceil(slack n / clusters). The centroids are the means of the final codes, so a point's code is not
+    always its nearest centroid.
     """
     check_points(points, clusters)
     if slack < 1 or rounds < 1:
@@ -76,14 +78,14 @@ def fit_balanced_kmeans(
 
 
 def _mean_distance(points: Tensor, centroids: Tensor) -> float:
-    """Mean squared distance over all pairs, from first and second moments; 1 when everything coincides."""
+    """Return the mean squared distance over all pairs, from first and second moments; 1 if all points coincide."""
     spread = points.double().square().sum(1).mean() + centroids.double().square().sum(1).mean()
     mean = float(spread - 2 * points.double().mean(0) @ centroids.double().mean(0))
     return mean if mean > 0 else 1.0
 
 
 def _find_choices(points: Tensor, centroids: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-    """Each point's best centroid by distance plus price, and how much worse its second choice is."""
+    """Return each point's best centroid by distance plus price, and how much worse its second choice is."""
     choices, margins = [], []
     step = max(1, CHUNK // centroids.shape[0])
     for start in range(0, points.shape[0], step):
@@ -95,9 +97,9 @@ def _find_choices(points: Tensor, centroids: Tensor, prices: Tensor) -> tuple[Te
 
 
 def _settle_bids(codes: Tensor, bids: Tensor, prices: Tensor, capacity: int, *, asked: Tensor) -> Tensor:
-    """Keep the highest bids of each centroid that was asked (`codes` of the others become -1) and return the new prices."""
+    """Keep the highest bids of each centroid in `asked` (codes of the others become -1), and return the new prices."""
     busy = torch.zeros_like(prices, dtype=torch.bool)
-    busy[asked] = True  # late passes ask few centroids: sorting only their points is what makes those passes cheap
+    busy[asked] = True  # late passes involve few centroids: sorting only their points makes these passes cheap
     order = (busy[codes.clamp(min=0)] & (codes >= 0)).nonzero()[:, 0]
     order = order[torch.argsort(bids[order], descending=True, stable=True)]
     order = order[torch.argsort(codes[order], stable=True)]

@@ -1,13 +1,11 @@
-"""Making every item's codes unique.
-
-Two ways, to be asked for by name:
+"""Make every item's codes unique, by one of two methods:
 
 - `level`: append one level that numbers the items sharing a tuple 0, 1, 2, ... in the order of their rows; its codebook
   is as large as the largest such group. Always possible, changes no existing code, but the added code carries no
   meaning and every id is one step longer.
 - `nearest`: keep the length. Of the items sharing a tuple, the one nearest to its last centroid stays; the others move
   to the nearest last code that no item with the same prefix uses, closest pairs first. Items that did not collide keep
-  their codes. Needs the centroids and the embeddings, and room: a prefix with more items than last codes raises.
+  their codes. Needs the centroids and the embeddings. Raises if a prefix has more items than there are last codes.
 """
 
 from dataclasses import replace
@@ -23,15 +21,16 @@ Resolution = Literal["level", "nearest"]
 
 
 def resolve_collisions(index: SemanticIndex, method: Resolution, *, embeddings: Tensor | None = None) -> SemanticIndex:
-    """An index in which every item has its own codes.
+    """Return an index in which every item has its own codes.
 
     Args:
-        index: where several may share them.
-        method: `level` appends a level, even when nothing collides, so that the shape of the ids does not depend on the data; `nearest` moves to a free code.
+        index: an index in which items may share codes.
+        method: `level` appends a level, even if nothing collides, so that the shape of the ids does not depend on the
+            data; `nearest` moves items to free codes.
         embeddings: for `nearest`, rows in the order of `index.codes`.
 
     Returns:
-        Another index.
+        A new index without collisions.
 
     Example:
         >>> resolve_collisions(index, "level").codes.shape[1] == index.codes.shape[1] + 1
@@ -65,7 +64,7 @@ def _append_level(index: SemanticIndex) -> SemanticIndex:
 
 
 def _move_to_free(index: SemanticIndex, embeddings: Tensor) -> Tensor:
-    index = index.to("cpu")  # a loop over the few prefixes with collisions: small steps, better off the GPU
+    index = index.to("cpu")  # a loop of small steps over the few prefixes with collisions is faster on the CPU
     codes, table = index.codes.clone(), index.centroids[-1]
     left = embeddings.cpu().to(table.dtype)
     for level in range(index.levels - 1):
@@ -91,7 +90,7 @@ def _move_to_free(index: SemanticIndex, embeddings: Tensor) -> Tensor:
 
 
 def _find_movers(codes: Tensor, distance: Tensor) -> Tensor:
-    """Bool [n]: every item of a colliding group but the one nearest to its centroid (the first row among equals)."""
+    """Return bool [n]: every item of a colliding group except the one nearest to its centroid (the first of equals)."""
     _, group = torch.unique(codes, dim=0, return_inverse=True)
     order = torch.argsort(distance, stable=True)
     order = order[torch.argsort(group[order], stable=True)]
@@ -101,7 +100,7 @@ def _find_movers(codes: Tensor, distance: Tensor) -> Tensor:
 
 
 def _match_closest(distance: Tensor) -> Tensor:
-    """For each row its own column, closest pairs first: [m, f] -> [m], f >= m."""
+    """Match each row to a column of its own, closest pairs first: [m, f] -> [m], f >= m."""
     cost = distance.clone()
     result = torch.empty(cost.shape[0], dtype=torch.int64, device=cost.device)
     for _ in range(cost.shape[0]):

@@ -1,13 +1,13 @@
-"""The semantic index: which tuple of codes stands for which item. A value object, saved as one safetensors file.
+"""The semantic index: the mapping between items and tuples of codes. Immutable, saved as one safetensors file.
 
     codes  [n_items, levels]   code of item `items[row]` at each level, coarse to fine
-    items  [n_items]           item numbers; any distinct non-negative integers (a data set that keeps 0 for padding starts at 1)
+    items  [n_items]           item numbers: any distinct non-negative integers (from 1 if 0 is padding)
 
 The file holds the tensors and, in the safetensors header, one JSON object (key "loka") with the schema version and the
-codebook sizes. Centroids are optional: an index read from someone else's file has none, and a level added to tell
-colliding items apart never has.
+codebook sizes. Centroids are optional: an index from another source has none, and neither has a level that was added to
+resolve collisions.
 
-Two items may share their codes (a collision). Lookups from codes to items, and the trie, then have no answer and raise:
+Two items may share their codes (a collision). Lookups from codes to items, and the trie, are then ambiguous and raise:
 call `loka.semantic_ids.resolve_collisions` first.
 """
 
@@ -39,7 +39,7 @@ class SemanticIndex:
         codes: int64 [n, levels].
         codebook_sizes: one per level.
         items: int64 [n], the item of every row.
-        centroids: [codebook size, d] for the leading levels that have them.
+        centroids: [codebook size, d] per level, for the leading levels that have centroids.
 
     Example:
         >>> index.save("index.safetensors")
@@ -64,12 +64,12 @@ class SemanticIndex:
 
     @property
     def levels(self) -> int:
-        """Codes per item."""
+        """Number of codes per item."""
         return self.codes.shape[1]
 
     @cached_property
     def colliding(self) -> int:
-        """How many items share their codes with another item."""
+        """Number of items that share their codes with another item."""
         _, counts = torch.unique(self.codes, dim=0, return_counts=True)
         return int(counts[counts > 1].sum())
 
@@ -79,7 +79,7 @@ class SemanticIndex:
         return build_trie(self.codes, self.codebook_sizes, self.items)
 
     def codes_of(self, items: Tensor) -> Tensor:
-        """Codes [..., levels] of item numbers [...]; an unknown item raises."""
+        """Return the codes [..., levels] of item numbers [...]. Raises for unknown items."""
         ordered, rows = self._sorted_items
         place = torch.searchsorted(ordered, items.contiguous()).clamp_(max=len(self) - 1)
         unknown = ordered[place] != items
@@ -88,7 +88,7 @@ class SemanticIndex:
         return self.codes[rows[place]]
 
     def items_of(self, codes: Tensor) -> Tensor:
-        """Item numbers [...] of codes [..., levels]; -1 where no item has these codes."""
+        """Return the item numbers [...] of codes [..., levels]; -1 if no item has these codes."""
         if codes.shape[-1:] != (self.levels,):
             raise ValueError(f"codes have shape {tuple(codes.shape)}, expected [..., {self.levels}]")
         nodes = torch.zeros(codes.shape[:-1], dtype=torch.int64, device=codes.device)
@@ -97,11 +97,11 @@ class SemanticIndex:
         return self.trie.items(nodes)
 
     def quality(self, embeddings: Tensor | None = None) -> Quality:
-        """Collisions and codebook use; with the embeddings (rows in the order of `codes`) also the error left after each level."""
+        """Measure collisions and codebook use. With embeddings (in the order of `codes`), also the error per level."""
         return measure_quality(self.codes, self.codebook_sizes, centroids=self.centroids, embeddings=embeddings)
 
     def to(self, device: torch.device | str) -> "SemanticIndex":
-        """The index on another device."""
+        """Return the index on another device."""
         return replace(
             self,
             codes=self.codes.to(device),
@@ -110,7 +110,7 @@ class SemanticIndex:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file; an existing file is replaced only once the new one is complete."""
+        """Write one safetensors file. An existing file is replaced only when the new one is complete."""
         header = {"schema": SCHEMA, "kind": "semantic_index", "codebook_sizes": list(self.codebook_sizes)}
         tensors = {"codes": self.codes, "items": self.items}
         tensors.update({f"centroids.{level}": table for level, table in enumerate(self.centroids)})
@@ -125,16 +125,16 @@ class SemanticIndex:
 
 
 def load_index(path: str | os.PathLike[str]) -> SemanticIndex:
-    """Read what `SemanticIndex.save` wrote.
+    """Load an index from a file written by `SemanticIndex.save`.
 
     Args:
-        path: a safetensors file.
+        path: the safetensors file.
 
     Returns:
         The index.
 
     Raises:
-        ValueError: a damaged or foreign file, by name, and what is wrong.
+        ValueError: the file is damaged or not an index; the message says what is wrong.
 
     Example:
         >>> load_index("index.safetensors").codes.shape

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 24  # distances held at once: 64 MB in float32
-_SEED_POINTS = 16_384  # k-means++ looks at this many points, or 8 per cluster if that is more
+_SEED_POINTS = 16_384  # k-means++ samples this many points, or 8 per cluster if that is more
 _WEIGHT_LEVELS = 2**30  # resolution of the integer sampling weights
 
 
@@ -47,8 +47,9 @@ def fit_kmeans(
 ) -> Clustering:
     """Cluster the rows of `points`; stops early when the error improves by less than `tolerance`, relatively.
 
-    With `batch_size`, each iteration is one pass of minibatch k-means (running means per cluster) in a seeded random order: cheaper
-    per step on large data, slightly worse. The final codes are always the nearest centroids over all points.
+    With `batch_size`, each iteration is one pass of minibatch k-means (running means per cluster) in a seeded random
+    order: cheaper per step on large data, slightly worse. The final codes are always the nearest centroids over all
+    points.
     """
     check_points(points, clusters)
     if iterations < 1 or tolerance < 0 or (batch_size is not None and batch_size < 1):
@@ -75,7 +76,7 @@ def fit_kmeans(
 
 
 def assign_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Code of the nearest centroid for every point (the lowest code among equals), and the squared distance to it."""
+    """Return the code of every point's nearest centroid (the lowest of equals), and the squared distance to it."""
     codes = torch.empty(points.shape[0], dtype=torch.int64, device=points.device)
     distance = torch.empty(points.shape[0], dtype=points.dtype, device=points.device)
     step = max(1, CHUNK // centroids.shape[0])
@@ -87,14 +88,14 @@ def assign_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_distances(points: Tensor, centroids: Tensor) -> Tensor:
-    """Squared Euclidean distances [n, k]; rounding below 0 is cut off."""
+    """Return squared Euclidean distances [n, k], clamped at 0."""
     cross = points @ centroids.T
     lengths = points.square().sum(1, keepdim=True) + centroids.square().sum(1)
     return (lengths - 2 * cross).clamp_(min=0)
 
 
 def average_clusters(points: Tensor, codes: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each cluster's points (an empty one keeps its centroid) and the number of points in each."""
+    """Return the mean of each cluster's points (an empty cluster keeps its centroid), and their number."""
     counts = torch.bincount(codes, minlength=centroids.shape[0])
     ordered = points[torch.argsort(codes, stable=True)].double()
     sums = torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, initial=0, unsafe=True)
@@ -118,7 +119,7 @@ def check_points(points: Tensor, clusters: int) -> None:
 
 
 def _seed_centroids(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
-    """Greedy k-means++: draw a few candidates with probability proportional to squared distance, keep the one that helps most."""
+    """Seed with greedy k-means++: draw a few candidates by squared distance, and keep the one that reduces it most."""
     limit = max(_SEED_POINTS, 8 * clusters)
     if points.shape[0] > limit:
         points = points[torch.randperm(points.shape[0], generator=generator)[:limit].to(points.device)]
@@ -140,7 +141,7 @@ def _seed_centroids(points: Tensor, clusters: int, generator: torch.Generator) -
 
 
 def _pass_minibatches(points: Tensor, centroids: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
-    """One pass of running means: a cluster's centroid is the mean of the points it has won so far in this pass."""
+    """Run one pass of running means: a centroid is the mean of the points assigned to it so far in this pass."""
     order = torch.randperm(points.shape[0], generator=generator).to(points.device)
     seen = torch.zeros(centroids.shape[0], dtype=torch.int64, device=points.device)
     for start in range(0, points.shape[0], batch_size):
@@ -154,7 +155,7 @@ def _pass_minibatches(points: Tensor, centroids: Tensor, batch_size: int, genera
 
 
 def _reseed_empty(points: Tensor, centroids: Tensor, counts: Tensor, distance: Tensor) -> tuple[Tensor, bool]:
-    """Move empty clusters to the farthest points, as far as there are points away from their centroid."""
+    """Move empty clusters to the points farthest from their centroids, while there are any at a distance above 0."""
     empty = (counts == 0).nonzero()[:, 0]
     farthest = torch.sort(distance, descending=True, stable=True).indices[: empty.numel()]
     farthest = farthest[distance[farthest] > 0]
@@ -166,7 +167,7 @@ def _reseed_empty(points: Tensor, centroids: Tensor, counts: Tensor, distance: T
 
 
 def _settle(points: Tensor, centroids: Tensor, iterations: int) -> Clustering:
-    """Final nearest codes; a cluster that the last update emptied is re-seeded once more for each cluster at most."""
+    """Return final centroids and nearest codes. Clusters emptied by the last update are re-seeded, at most k times."""
     codes, distance = assign_nearest(points, centroids)
     for _ in range(centroids.shape[0]):
         counts = torch.bincount(codes, minlength=centroids.shape[0])

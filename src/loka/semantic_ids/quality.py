@@ -1,10 +1,10 @@
-"""How good is a set of semantic ids? Collisions, codebook use, and what the codes fail to say about the items.
+"""Quality of semantic ids: collisions, codebook use, and the variance that the codes do not explain.
 
 Per level, with u_c the share of items that use code c:
 
     used        codes that at least one item uses
-    perplexity  exp(- sum u_c ln u_c): how many equally used codes this use is worth; the codebook size when balanced
-    imbalance   largest share over the mean share, max u_c * K; 1 when balanced
+    perplexity  exp(- sum u_c ln u_c): the equivalent number of equally used codes; the codebook size if balanced
+    imbalance   largest share over the mean share, max u_c * K; 1 if balanced
     residual    sum ||x - sum of centroids so far||^2 / sum ||x - mean x||^2: the share of variance not yet explained
 
 `collision_rate` is the share of items that share their codes with another item.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LevelQuality:
-    """One level; `residual` is None where there are no centroids or no embeddings were given."""
+    """The figures of one level. `residual` is None without centroids or embeddings."""
 
     codebook_size: int
     used: int
@@ -39,7 +39,7 @@ class Quality:
 
     @property
     def collision_rate(self) -> float:
-        """Share of items that share their codes with another; 0 for an empty index."""
+        """Share of items whose codes another item has too; 0 for an empty index."""
         return self.colliding / self.items if self.items else 0.0
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def measure_quality(
     centroids: tuple[Tensor, ...] = (),
     embeddings: Tensor | None = None,
 ) -> Quality:
-    """Figures for codes [n, levels]; the residuals need both the centroids and the embeddings [n, d] they were fitted to."""
+    """Measure codes [n, levels]. Residuals need the centroids and the embeddings [n, d] that they were fitted to."""
     if embeddings is not None and not centroids:
         raise ValueError(
             "embeddings were given, but the index has no centroids: reconstruction error cannot be computed"

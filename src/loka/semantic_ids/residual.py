@@ -6,8 +6,7 @@ so that x ~ sum of the chosen centroids, and items that share a prefix are simil
 8192); (256, 256, 256) is common for catalogues of some ten thousand items. With `balanced`, every code of a level is
 used by at most ceil(slack n / K) items.
 
-Codes are not unique by themselves: choose what to do about collisions with `collisions=` (see
-`loka.semantic_ids.collisions`).
+Codes are not necessarily unique: `collisions=` chooses how to resolve collisions (see `loka.semantic_ids.collisions`).
 """
 
 from dataclasses import dataclass
@@ -25,16 +24,16 @@ from loka.semantic_ids.kmeans import assign_nearest, fit_kmeans
 
 @dataclass(frozen=True)
 class ResidualKMeans:
-    """Settings of residual k-means, which gives every item its codes, level by level.
+    """Settings of residual k-means, which assigns codes level by level.
 
     Args:
-        codebook_sizes: one per level.
-        balanced: no code holds more than its share.
-        slack: times that share, with `balanced`.
-        iterations: at most, of each level.
-        tolerance: relative change that ends them.
-        batch_size: of minibatches; None: all items at once.
-        seed: of the seeding.
+        codebook_sizes: number of codes per level.
+        balanced: limit how many items may use a code.
+        slack: with `balanced`, a code is used by at most ceil(slack n / codes) items.
+        iterations: largest number of iterations per level.
+        tolerance: stop when the error improves by less than this, relatively.
+        batch_size: size of minibatches; None: all items at once.
+        seed: seed of the initialization.
 
     Example:
         >>> fit_semantic_ids(vectors, ResidualKMeans((64, 64)), collisions="level")
@@ -69,12 +68,13 @@ def fit_semantic_ids(
     collisions: Literal["level", "nearest", "keep"],
     items: Tensor | None = None,
 ) -> SemanticIndex:
-    """Codes for items from their vectors.
+    """Compute semantic ids of items from their vectors.
 
     Args:
         embeddings: [n, d], float32 or float64, on any device.
         config: sizes of the codebooks and how they are fitted.
-        collisions: "level" adds a level, "nearest" moves to a free code, "keep" leaves them (a study of quality; no trie).
+        collisions: "level" adds a level, "nearest" moves items to free codes, "keep" keeps collisions (to study
+            quality; there is no trie then).
         items: row r is item `items[r]`; by default r.
 
     Returns:
@@ -98,7 +98,7 @@ def fit_semantic_ids(
 
 
 def encode(index: SemanticIndex, embeddings: Tensor) -> Tensor:
-    """Codes of new items, [m, levels with centroids]: the nearest centroid at each level, no capacity and no uniqueness."""
+    """Return codes of new items, [m, levels with centroids]: the nearest centroids, without capacity or uniqueness."""
     if not index.centroids:
         raise ValueError("the index has no centroids (it was read from a table of codes): new items cannot be encoded")
     if embeddings.dim() != 2 or embeddings.shape[1] != index.centroids[0].shape[1]:

@@ -1,11 +1,9 @@
-"""Item embeddings from item text, offline and without a language model: TF-IDF and a truncated SVD (latent semantic
-analysis).
+"""Item embeddings from item text, without a language model: TF-IDF and a truncated SVD (latent semantic analysis).
 
     A[i, w] = (1 + ln tf) * idf(w), rows of unit length;   A ~ U S V^T with d columns;   x_i = (U S)_i / ||(U S)_i||
 
-Plain on purpose: no download, seconds for ten thousand items, the same vectors for the same seed. A text encoder gives
-better neighbours; pass its vectors to `fit_semantic_ids` instead. scikit-learn does the work and is imported only when
-this is called.
+Simple on purpose: no download, seconds for ten thousand items, the same vectors for the same seed. A text encoder gives
+better neighbors; pass its vectors to `fit_semantic_ids` instead. Uses scikit-learn, which is imported only when called.
 """
 
 from collections.abc import Sequence
@@ -24,15 +22,16 @@ def embed_text(
     blank: Literal["raise", "zero"] = "raise",
     seed: int = 0,
 ) -> Tensor:
-    """Vectors of items from their texts, by TF-IDF and a truncated SVD.
+    """Compute item vectors from texts, by TF-IDF and a truncated SVD.
 
     Args:
-        texts: one per item.
-        dimensions: of the vectors.
-        max_words: the most frequent words that count.
-        min_items: words, and pairs of words, in fewer texts are ignored.
-        blank: a text without any known word has no vector: "raise" says which, "zero" gives it zeros (all such items then collide).
-        seed: of the SVD.
+        texts: one text per item.
+        dimensions: size of the vectors.
+        max_words: use at most this many words, the most frequent ones.
+        min_items: words, and pairs of words, that occur in fewer texts are ignored.
+        blank: what to do with a text without any known word: "raise" an error that names it, or use a "zero" vector
+            (all such items then collide).
+        seed: seed of the SVD.
 
     Returns:
         Unit vectors [n, dimensions], float32.

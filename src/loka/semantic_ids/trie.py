@@ -8,7 +8,7 @@ CSR structure:
     the children themselves:           offsets[v] + 1 ... offsets[v + 1]
 
 A step looks up the key (node, code) by binary search in the sorted keys node * width + code. `step`, `allowed`, `mask`
-and `items` have static shapes and never copy to the host, so they can sit inside a captured or compiled decoding step.
+and `items` have static shapes and never copy to the host, so they can be part of a captured or compiled decoding step.
 Node -1 means "not a valid prefix": it has no children, and stepping from it gives -1.
 """
 
@@ -20,19 +20,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """Valid ids as flat tensors, all int64; `build_trie` makes one.
+    """The trie of valid ids as flat int64 tensors, made by `build_trie`.
 
     Args:
         offsets: [nodes + 1], where a node's children begin.
-        codes: [nodes - 1], of every child.
-        keys: [nodes - 1], for a search among them.
-        leaf_items: [n_items].
+        codes: [nodes - 1], the code of every child.
+        keys: [nodes - 1], sorted search keys of the children.
+        leaf_items: [n_items], the item of every leaf.
         codebook_sizes: one per level.
         level_starts: first node of every level.
-        fanouts: largest of every level.
+        fanouts: largest number of children of a node, per level.
 
     Example:
-        >>> index.trie().to("cuda")
+        >>> index.trie.to("cuda")
     """
 
     offsets: Tensor
@@ -49,11 +49,11 @@ class Trie:
 
     @property
     def levels(self) -> int:
-        """Codes per id."""
+        """Number of codes per id."""
         return len(self.codebook_sizes)
 
     def to(self, device: torch.device | str) -> "Trie":
-        """The trie on another device."""
+        """Return the trie on another device."""
         return replace(
             self,
             offsets=self.offsets.to(device),
@@ -63,7 +63,7 @@ class Trie:
         )
 
     def step(self, nodes: Tensor, codes: Tensor) -> Tensor:
-        """The child reached from each node by each code (shapes broadcast); -1 where there is none."""
+        """Return the child reached from each node by each code (shapes broadcast); -1 if there is none."""
         width = max(self.codebook_sizes)
         keys = nodes * width + codes
         edge = torch.searchsorted(self.keys, keys.contiguous()).clamp_(max=self.keys.numel() - 1)
@@ -71,10 +71,10 @@ class Trie:
         return torch.where(valid, edge + 1, -1)
 
     def allowed(self, nodes: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """Codes that may follow and the children they lead to, [..., fanouts[level]] each, padded with -1.
+        """Return the codes that may follow and their nodes, [..., fanouts[level]] each, padded with -1.
 
-        `level` is how many codes the nodes already have (0 for the root); it fixes the width, hence the shape.
-        Scoring only these codes costs the fan-out, not the codebook.
+        `level` is how many codes the nodes already have (0 for the root); it determines the shape.
+        The cost of scoring only these codes grows with the fan-out, not with the codebook.
         """
         self._check_level(level)
         first, stop = self.offsets[nodes.clamp(min=0)], self.offsets[nodes.clamp(min=0) + 1]
@@ -84,13 +84,13 @@ class Trie:
         return torch.where(valid, codes, -1), torch.where(valid, edges + 1, -1)
 
     def mask(self, nodes: Tensor, level: int) -> Tensor:
-        """Bool [..., codebook size of the level]: which codes may follow."""
+        """Return bool [..., codebook size of the level]: which codes may follow."""
         self._check_level(level)
         every = torch.arange(self.codebook_sizes[level], device=self.keys.device)
         return self.step(nodes[..., None], every) >= 0
 
     def follow(self, codes: Tensor) -> tuple[Tensor, ...]:
-        """For ids [B, levels], which codes may follow their first 0, 1, ... codes: bool [B, codebook size] per level."""
+        """Return which codes may follow each prefix of ids [B, levels]: bool [B, codebook size] per level."""
         if codes.dim() != 2 or codes.shape[1] != self.levels:
             raise ValueError(f"codes have shape {tuple(codes.shape)}, expected [B, {self.levels}]")
         nodes, masks = torch.zeros_like(codes[:, 0]), []
@@ -100,7 +100,7 @@ class Trie:
         return tuple(masks)
 
     def items(self, nodes: Tensor) -> Tensor:
-        """The item of each leaf; -1 for inner nodes and for -1."""
+        """Return the item of each leaf; -1 for inner nodes and for node -1."""
         leaf = nodes - self.level_starts[-2]
         return torch.where(leaf >= 0, self.leaf_items[leaf.clamp(0, self.leaf_items.numel() - 1)], -1)
 
@@ -110,13 +110,13 @@ class Trie:
 
 
 def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...], items: Tensor) -> Trie:
-    """The trie of the rows of `codes` [n, levels]; rows must be distinct, each leads to its entry of `items`."""
+    """Build the trie of the rows of `codes` [n, levels], which must be distinct; row i leads to items[i]."""
     if codes.shape[0] == 0:
         raise ValueError("no ids: a trie needs at least one")
     device = codes.device
     ordered, leaf_items = _sort_rows(codes, items)
     width = max(codebook_sizes)
-    parents = torch.zeros(codes.shape[0], dtype=torch.int64, device=device)  # node of each row's prefix so far
+    parents = torch.zeros(codes.shape[0], dtype=torch.int64, device=device)  # the node of each row's current prefix
     fresh = torch.zeros(codes.shape[0], dtype=torch.bool, device=device)
     fresh[:1] = True
     starts, edge_codes, edge_parents, fanouts = [0, 1], [], [], []
@@ -141,7 +141,7 @@ def build_trie(codes: Tensor, codebook_sizes: tuple[int, ...], items: Tensor) ->
 
 
 def _sort_rows(codes: Tensor, items: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in lexicographic order, with their items; equal rows raise."""
+    """Sort rows lexicographically, with their items. Raises for equal rows."""
     order = torch.arange(codes.shape[0], device=codes.device)
     for level in reversed(range(codes.shape[1])):
         order = order[torch.argsort(codes[order, level], stable=True)]
