@@ -1,4 +1,4 @@
-"""embedding_update: one step of an optimiser on the rows of a table that occurred in a batch, in place and in the rows' own precision."""
+"""embedding_update: one optimizer step on the rows of a table that occur in a batch, in place, in their precision."""
 
 from torch import Tensor
 
@@ -25,21 +25,21 @@ def embedding_update(
     first_column: int = 0,
     backend: str = "auto",
 ) -> None:
-    """Apply the gradient of a lookup to the table, in place (a table is too large to be copied).
+    """Apply the gradient of a lookup to the table in place.
 
     Args:
         rows: the table; its kind must be trainable.
         indices: of the lookup, [L].
-        grad: of its result, [B, D], or [L, D] without offsets.
-        rule: the optimiser.
-        state: of `rule.state(rows)`; updated.
-        draw: step, table and seed: where stochastic rounding takes its numbers from.
+        grad: gradient of the lookup's result, [B, D], or [L, D] without offsets.
+        rule: the optimizer.
+        state: made by `rule.state(rows)`; updated in place.
+        draw: step, table and seed that determine the random numbers of stochastic rounding.
         offsets: of the lookup, [B + 1].
         weights: of the lookup, [L].
         mode: of the lookup.
-        first_row: the table's first row in the whole, where it is a shard.
-        first_column: its first column; a multiple of eight.
-        backend: by name, or `auto`.
+        first_row: if the table is a shard, the index of its first row in the whole table.
+        first_column: likewise of its first column; a multiple of eight.
+        backend: a name of the registry, or "auto".
 
     Example:
         >>> rows, rule = Rows.of(torch.randn(100, 16), "int8:row"), Rule("rowwise_adagrad", lr=0.02)
@@ -49,9 +49,9 @@ def embedding_update(
     check_items(rows, indices, offsets, weights)
     bags = len(indices) if offsets is None else len(offsets) - 1
     if grad.shape != (bags, rows.width):
-        raise ValueError(f"the gradient of this lookup is [{bags}, {rows.width}], got {tuple(grad.shape)}")
+        raise ValueError(f"the gradient of this lookup must be [{bags}, {rows.width}], got {tuple(grad.shape)}")
     if len(state) != len(rule.state(Rows(rows.data[:0], None if rows.scale is None else rows.scale[:0], rows.spec))):
-        raise ValueError(f"{rule.kind} keeps another state than the {len(state)} tensors given; hint: rule.state(rows)")
+        raise ValueError(f"{rule.kind} needs another state than the {len(state)} tensors given; hint: rule.state(rows)")
     call = UpdateCall(rows.count, rows.width, bags, len(indices), rows.kind, rule.kind, rows.hot is not None)
     chosen = pick("embedding_update", backend, call, rows.data.device)
     options = {"weights": weights, "mode": mode, "first_row": first_row, "first_column": first_column}

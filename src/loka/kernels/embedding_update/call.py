@@ -1,4 +1,4 @@
-"""An update of an embedding table, described without tensors; and the rules of optimisation."""
+"""The optimizer rules, and a call of `embedding_update` described without tensors."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,13 +14,21 @@ TRAINABLE = ("float32", "bfloat16", "int8:row", "e4m3:row:pow2")
 
 @dataclass(frozen=True)
 class Rule:
-    """How a gradient g of a row moves it. With D its width and t the step, from 1:
+    """An optimizer for embedding rows. For a row w of width D, its gradient g and step t, counted from 1:
 
         sgd              w <- w - lr g
         rowwise_adagrad  h <- h + |g|^2 / D             w <- w - lr g / (sqrt(h) + eps)
-        adam             m <- b1 m + (1 - b1) g         v <- b2 v + (1 - b2) g^2        w <- w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+        adam             m <- b1 m + (1 - b1) g         v <- b2 v + (1 - b2) g^2
+                         w <- w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Rows that do not occur in a batch do not move, and neither does their state.
+    Rows that do not occur in a batch are not changed, and neither is their state.
+
+    Args:
+        kind: which of the rules.
+        lr, eps, beta1, beta2: their constants; betas are for `adam` only.
+
+    Example:
+        >>> rule = Rule("rowwise_adagrad", lr=0.02)
     """
 
     kind: RuleKind = "rowwise_adagrad"
@@ -36,7 +44,7 @@ class Rule:
             raise ValueError(f"expected lr >= 0, eps > 0 and betas in [0, 1), got {self}")
 
     def state(self, rows: Rows) -> tuple[Tensor, ...]:
-        """What the rule remembers of a table, zero at first: nothing, [N], or two [N, D]; float32."""
+        """Return the initial state of a table, zeros in float32: no tensor, one [N], or two [N, D]."""
         device = rows.data.device
         if self.kind == "rowwise_adagrad":
             return (torch.zeros(rows.count, dtype=torch.float32, device=device),)
@@ -45,7 +53,7 @@ class Rule:
         return ()
 
     def corrections(self, step: int) -> tuple[float, float]:
-        """1 / (1 - b^t) of Adam, for steps counted from 0."""
+        """Return Adam's bias corrections 1 / (1 - b^t), given the step counted from 0."""
         if self.kind != "adam":
             return 1.0, 1.0
         return 1 / (1 - self.beta1 ** (step + 1)), 1 / (1 - self.beta2 ** (step + 1))
@@ -53,7 +61,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class UpdateCall:
-    """The gradient of `bags` bags with `items` items, applied to a table of `rows` x `width`."""
+    """A call of `embedding_update`.
+
+    Args:
+        rows, width: size of the table.
+        bags, items: of the lookup.
+        kind: row format, as `parse_rows` reads it.
+        rule: kind of optimizer.
+        hot: some rows are kept in float32 (`Rows.hot`).
+
+    Example:
+        >>> call = UpdateCall(rows=1_000_000, width=64, bags=4096, items=81920, kind="int8:row")
+    """
 
     rows: int
     width: int
@@ -68,12 +87,22 @@ class UpdateCall:
 
 
 def trainable(kind: str) -> None:
-    """Raise for rows that cannot be trained."""
+    """Raise an error if rows of this kind cannot be trained.
+
+    Args:
+        kind: row format, as `parse_rows` reads it.
+
+    Raises:
+        ValueError: the kind is not in `TRAINABLE`.
+
+    Example:
+        >>> trainable("int8:row")
+    """
     if kind in TRAINABLE:
         return
     if kind not in FLOATS:
         parse_rows(kind)
     raise ValueError(
         f"rows of {kind} cannot be trained, only looked up; rows for training are {', '.join(TRAINABLE)} "
-        "(four bits lose too much in training, and FP8 wants scales of powers of two)"
+        "(4-bit rows lose too much in training, and FP8 rows need power-of-two scales)"
     )

@@ -1,15 +1,16 @@
-"""The law of table updates: duplicates summed first, one step of the rule in float32, stochastic rounding back into the row's format.
+"""The reference for table updates: sum duplicates, take one step in float32, round stochastically to the row's format.
 
-    g_r    sum over the items of row r of weight x gradient of their bag, in the order of the items, float32
-    w      the row as float32, moved by the rule
-    scale  kept while it fits: the largest |w| between a half (E4M3: an eighth) of what the format holds and all of it; otherwise made anew
-    q      floor(w / scale), plus one with a probability equal to what was cut off
+    g_r    sum over the items of row r of weight x gradient of their bag, in item order, float32
+    w      the row as float32, after the step
+    scale  kept while the largest |w| is between a half (E4M3: an eighth) of the format's range and all of it; else new
+    q      floor(w / scale), plus one with a probability equal to the fraction cut off
 
-A scale that followed the largest element of every step would round all other elements again each time, and what did not move would wander. One that is kept leaves elements without
-a gradient where they are, to the bit. A new int8 scale has a sixteenth of room to grow, so that it is not renewed in the next step; E4M3 scales are powers of two.
+A scale that followed the largest element at every step would round all other elements again each time, so that elements
+without a gradient would drift. A scale that is kept leaves them bitwise unchanged. A new int8 scale has a sixteenth of
+headroom, so that it is not renewed in the next step; E4M3 scales are powers of two.
 
-The random numbers are those of `loka.formats.philox` for (step, table, row): the same on one process and on many.
-A row that holds NaN or Inf shows it: in the codes (E4M3), or as a NaN scale (int8).
+The random numbers are those of `loka.formats.philox` for (step, table, row), whatever the number of processes. NaN and
+Inf stay visible: as NaN in the codes (E4M3), or as a NaN scale of the row (int8).
 """
 
 import torch
@@ -22,12 +23,12 @@ from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.embedding_bag.rows import Rows
 from loka.kernels.embedding_update.call import TRAINABLE, Rule, UpdateCall
 
-ROOM = 1 + 1 / 16  # of a new int8 scale
-LEAST = {"int8": 0.5, "e4m3": 0.125}  # of the format's largest value: below it a scale is renewed
+ROOM = 1 + 1 / 16  # headroom of a new int8 scale
+LEAST = {"int8": 0.5, "e4m3": 0.125}  # share of the format's largest value below which a scale is renewed
 
 
 def supports(call: UpdateCall, device: torch.device) -> Verdict:
-    """Every trainable kind of rows."""
+    """Accept every trainable kind of rows."""
     return YES if call.kind in TRAINABLE else no(f"trains {', '.join(TRAINABLE)}, not {call.kind}")
 
 
@@ -45,7 +46,7 @@ def run(
     first_row: int = 0,
     first_column: int = 0,
 ) -> None:
-    """In place: rows, scales and state."""
+    """See `loka.kernels.embedding_update.embedding_update`. Updates rows, scales and state in place."""
     unique, total = sum_gradients(indices, offsets, grad, weights, mode)
     if not len(unique):
         return
@@ -56,7 +57,7 @@ def run(
 def sum_gradients(
     indices: Tensor, offsets: Tensor | None, grad: Tensor, weights: Tensor | None, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """The different rows, ascending, and the summed gradient of each."""
+    """Return the distinct rows, ascending, and the summed gradient of each."""
     values = grad.detach().float()
     if offsets is not None:
         lengths = offsets.diff()
@@ -72,7 +73,7 @@ def sum_gradients(
 
 
 def move(w: Tensor, g: Tensor, unique: Tensor, rule: Rule, state: tuple[Tensor, ...], step: int) -> Tensor:
-    """The rows after one step of the rule; writes its state."""
+    """Return the rows after one step of the rule; update its state in place."""
     if rule.kind == "sgd":
         return w - rule.lr * g
     if rule.kind == "rowwise_adagrad":
@@ -89,7 +90,7 @@ def move(w: Tensor, g: Tensor, unique: Tensor, rule: Rule, state: tuple[Tensor, 
 
 
 def write(rows: Rows, unique: Tensor, w: Tensor, draw: Draw, *, first_row: int = 0, first_column: int = 0) -> None:
-    """Float rows back into the table, rounded stochastically; rows that are kept high as they are."""
+    """Write float32 rows back to the table, rounded stochastically; hot rows are not rounded."""
     if rows.slot is not None and rows.hot is not None:
         place = rows.slot[unique].long()
         kept = place >= 0
@@ -112,7 +113,7 @@ def write(rows: Rows, unique: Tensor, w: Tensor, draw: Draw, *, first_row: int =
 
 
 def fit_scale(rows: Rows, old: Tensor, w: Tensor) -> Tensor:
-    """The old scale of each row where it still fits, a new one otherwise."""
+    """Return the old scale of each row if it still fits, else a new one."""
     assert rows.spec is not None
     kind = rows.spec.format
     amax = w.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1)

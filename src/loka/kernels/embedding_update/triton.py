@@ -1,4 +1,4 @@
-"""Our fused update: sort, then one program a row sums its duplicates, moves it, rounds it and writes it back. See `triton_kernels`."""
+"""Triton fused update: sort the items, then sum duplicates, step, round and write back in one kernel."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ _LARGEST_INT = 2**31 - 1
 
 
 def supports(call: UpdateCall, device: torch.device) -> Verdict:
-    """Every trainable kind of rows, up to 2,048 wide."""
+    """Accept every trainable kind of rows, up to 2,048 wide."""
     if call.kind not in TRAINABLE:
         return no(f"trains {', '.join(TRAINABLE)}, not {call.kind}")
     if not 1 <= call.width <= WIDEST:
@@ -36,10 +36,10 @@ def run(
     first_row: int = 0,
     first_column: int = 0,
 ) -> None:
-    """In place: rows, scales and state."""
+    """See `loka.kernels.embedding_update.embedding_update`. Updates rows, scales and state in place."""
     if first_column % 8:
         raise ValueError(
-            f"a shard of columns starts at a multiple of 8, got {first_column}: one call of Philox serves eight"
+            f"first_column must be a multiple of 8, got {first_column}: one call of Philox serves eight columns"
         )
     from loka.kernels.embedding_update import triton_kernels
 
@@ -50,7 +50,10 @@ def run(
 def sort_items(
     indices: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str, count: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The items by row: their rows, the gradient each takes, and its factor (None: one). No synchronisation; 32-bit keys sort in half the time."""
+    """Sort items by row; return their rows, the row of the gradient of each, and its factor (None if all are 1).
+
+    Does not synchronize. Keys are converted to 32 bits if possible, as they sort in half the time.
+    """
     narrow = indices.dtype == torch.int64 and count < _LARGEST_INT
     keys = indices.clamp(-1, _LARGEST_INT).to(torch.int32) if narrow else indices
     ordered, order = keys.sort(stable=True)

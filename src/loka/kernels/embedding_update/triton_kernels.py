@@ -1,14 +1,17 @@
-"""The fused update of embedding rows: a program takes G places of the sorted batch, and works on those that are the first of a run of equal rows.
+"""Fused update of embedding rows: a program takes G places of the sorted batch and handles those that start a run of
+equal rows.
 
-    w       the rows, dequantised in registers; they, their scales and the optimiser's numbers are asked for first, and arrive while the gradients are added up
-    g       the gradients of a run's items, in float32: the first item of all G rows at once, further ones DUP at a time
-    scale   kept while it fits, as the law has it
-    q       rounded stochastically with Philox numbers for (step, table, row), eight columns a call
+    w       the rows, dequantized in registers; they, their scales and the optimizer state are loaded first, and arrive
+            while the gradients are added up
+    g       the sum of the gradients of a run, in float32: the first item of all G rows at once, then DUP at a time
+    scale   kept while it fits, as in the reference
+    q       rounded stochastically with Philox numbers for (step, table, row), eight columns per call
 
-No host synchronisation: how many different rows there are is never asked. The table is read and written once, in its own bytes.
-A mean's factor and weights per sample come as one float32 an item.
+There is no host synchronization: the number of distinct rows is never needed. The table is read and written once, in
+its own precision. A mean's factor and per-sample weights are one float32 per item.
 
-A row that occurs very often is one program's work: a hot row of a hundred thousand items takes the time of as many reads of one gradient after another, DUP at a time.
+All items of a row are handled by one program: a row with a hundred thousand items takes as long as that many dependent
+reads of a gradient, DUP at a time.
 """
 
 import triton
@@ -34,7 +37,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def random_bits(row, first_group, step, seed, BD: tl.constexpr):
-    """23 bits for each of BD columns of rows [G], int32: the numbers of `loka.formats.philox.uniform_bits`."""
+    """Return 23 random bits for each of BD columns of rows [G], int32: those of `loka.formats.philox.uniform_bits`."""
     GROUPS: tl.constexpr = BD // 8
     zero = tl.zeros((row.shape[0], GROUPS), tl.uint32)
     low = zero + (row & 0xFFFFFFFF).to(tl.uint32)[:, None]
@@ -50,13 +53,13 @@ def random_bits(row, first_group, step, seed, BD: tl.constexpr):
 
 @triton.jit
 def round_up_to_power_of_two(x):
-    """Of a positive normal float32."""
+    """Round a positive normal float32 up to a power of two."""
     return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fitted_scale(old, amax, KIND: tl.constexpr):
-    """The old scale where it fits, a new one otherwise; see the law."""
+    """Return the old scale if it fits, else a new one. See `reference.fit_scale`."""
     LARGEST: tl.constexpr = 127.0 if KIND == _INT8 else 448.0
     LEAST: tl.constexpr = 0.5 if KIND == _INT8 else 0.125
     ROOM: tl.constexpr = 1.0625 if KIND == _INT8 else 1.0
@@ -70,7 +73,7 @@ def fitted_scale(old, amax, KIND: tl.constexpr):
 
 @triton.jit
 def rounded_bf16(w, bits):
-    """bf16 patterns, up with the probability of what is cut off."""
+    """Round stochastically to bf16 values, held in float32: up with a probability equal to the fraction cut off."""
     pattern = w.to(tl.int32, bitcast=True)
     kept = pattern & -65536
     up = (bits >> 7) < (pattern & 0xFFFF)
@@ -82,7 +85,10 @@ def rounded_bf16(w, bits):
 
 @triton.jit
 def floor_above(x):
-    """2^23 + floor(x) for 0 <= x < 2^23: its low mantissa bits are the whole number. An addition that rounds towards zero, at eight times the rate of a floor."""
+    """Return 2^23 + floor(x) for 0 <= x < 2^23, whose low mantissa bits are the integer.
+
+    An addition that rounds towards zero runs at eight times the rate of a floor.
+    """
     if _INTERPRETED:
         return tl.floor(x) + 8388608.0
     else:
@@ -93,13 +99,16 @@ def floor_above(x):
 
 @triton.jit
 def noise_of(bits):
-    """bits x 2^-23 as float32, without a conversion: they are the mantissa of a number between one and two."""
+    """Return bits x 2^-23 as float32 without a conversion, by making them the mantissa of a number in [1, 2)."""
     return (bits | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
 
 
 @triton.jit
 def rounded_int8(y, bits):
-    """int8 codes of |y| < 256, saturating at 127, up with the probability of what is cut off. What is not finite gives some code: the row's scale says it."""
+    """Round |y| < 256 stochastically to int8 codes, saturating at 127.
+
+    NaN and Inf give an arbitrary code; the row's scale is NaN then.
+    """
     above = floor_above(tl.abs(y))
     up = noise_of(bits) < tl.abs(y) - (above - 8388608.0)
     size = tl.minimum((above.to(tl.int32, bitcast=True) & 0xFF) + up.to(tl.int32), 127)
@@ -108,8 +117,10 @@ def rounded_int8(y, bits):
 
 @triton.jit
 def rounded_e4m3(y, finite, bits):
-    """E4M3 values in float32, saturating; NaN where not finite. A normal number carries into its kept bits where its 20 dropped ones exceed 20 random ones;
-    below 2^-6 the steps are 2^-9 wide."""
+    """Round stochastically to E4M3 values, held in float32, saturating; NaN where not finite.
+
+    A normal number is rounded up if its 20 dropped bits exceed 20 random bits. Below 2^-6 the grid has steps of 2^-9.
+    """
     magnitude = tl.minimum(tl.abs(y), 448.0)
     pattern = magnitude.to(tl.int32, bitcast=True) + (0xFFFFF - (bits >> 3))
     normal = (pattern & -1048576).to(tl.float32, bitcast=True)
@@ -122,7 +133,7 @@ def rounded_e4m3(y, finite, bits):
 
 @triton.jit
 def to_e4m3(y):
-    """Values on the grid to bytes; the interpreter turns NaN into a number, so NaN is written by hand."""
+    """Convert values on the E4M3 grid to bytes. The interpreter's cast loses NaN, so that is set explicitly."""
     q = y.to(tl.float8e4nv)
     if _INTERPRETED:
         bits = tl.where(y == y, q.to(tl.uint8, bitcast=True), 0x7F)
@@ -132,7 +143,7 @@ def to_e4m3(y):
 
 @triton.jit
 def _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D: tl.constexpr, FACTOR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """[G, BD] float32: what one item of each row adds; zero where not `there`."""
+    """Return the gradient of one item of each row, float32 [G, BD]; zero where not `there`."""
     source = tl.load(source_ptr + place, there, other=0).to(tl.int64)
     at = grad_ptr + source[:, None] * D + tl.arange(0, BD)[None, :]
     value = tl.load(at, there[:, None] & inside, other=0.0).to(tl.float32)
@@ -204,7 +215,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
             tl.store(data_ptr + at, rounded_bf16(w, bits).to(tl.bfloat16), written)
         else:
             size = tl.abs(tl.where(inside, w, 0.0))
-            if KIND == _INT8:  # a row with NaN or Inf has no codes worth keeping
+            if KIND == _INT8:  # int8 has no NaN: the scale of a row with NaN or Inf becomes NaN
                 amax = tl.reduce(size, 1, larger)
                 new = tl.where(amax < float("inf"), fitted_scale(scale, amax, KIND), float("nan"))
                 tl.store(data_ptr + at, rounded_int8(w * inverse(new)[:, None], bits), written)
@@ -216,7 +227,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
 
 
 def tile_of(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: sixteen elements to a thread, whole vectors of eight-bit rows."""
+    """Choose rows and columns of a tile, and warps: 16 elements per thread, one 16-byte vector of an 8-bit row."""
     columns = max(16, next_power_of_2(width))
     warps = min(8, max(1, columns // 512))
     return max(1, 512 // columns), columns, warps
@@ -235,7 +246,7 @@ def update(
     first_row: int,
     first_column: int,
 ) -> None:
-    """`ordered`: the indices, ascending; `source` and `factor` of each: the row of `grad`, and what it counts."""
+    """Update the table. Per item, sorted by row: `ordered` is its row, `source` its row of `grad`, times `factor`."""
     items = ordered.shape[0]
     if items == 0:
         return

@@ -1,8 +1,8 @@
-"""masked_attention: softmax(Q K^T) V over the keys that a mask names, for batches of histories padded to one length; forward and backward."""
+"""masked_attention: softmax(Q K^T) V with a key mask, for batches of histories padded to one length; differentiable."""
 
 from typing import cast
 
-# not `import torch`: a backend of that name is a submodule
+# not `import torch`: the backend `torch` is a submodule of this package
 from torch import Tensor, autocast, is_autocast_enabled
 from torch import bool as boolean
 
@@ -24,19 +24,19 @@ def masked_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention over masked keys, with gradients.
+    """Compute softmax attention over the keys that a mask allows. Differentiable.
 
     Args:
         q: [B, H, T, d].
-        k: [B, G, S, d], G dividing H: heads of queries in groups that share a head of keys and values.
+        k: [B, G, S, d]. G divides H: H / G query heads share a head of keys and values.
         v: [B, G, S, d].
-        mask: bool [B, S], True for keys that are seen. Whatever the others hold is not read.
-        wanted: bool [B, T], True for queries whose answer somebody reads; the others are answered with zeros. None: all.
-        scale: of the scores, None for 1 / sqrt(d).
+        mask: bool [B, S], True for keys to attend to. The others are never read, so they may hold NaN.
+        wanted: bool [B, T], True for queries whose result is used; the others are not read and give zeros. None: all.
+        scale: multiplies the scores; None for 1 / sqrt(d).
         backend: a name of the registry, or "auto".
 
     Returns:
-        [B, H, T, d] in q's type. A query that sees no key is answered with zeros.
+        [B, H, T, d] in q's dtype; zeros for a query without keys.
 
     Example:
         >>> mask = torch.arange(256) < lengths[:, None]
@@ -47,18 +47,35 @@ def masked_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if q.device.type == "meta" or not is_autocast_enabled(q.device.type):
         return cast(Tensor, run(q, k, v, mask, wanted, scale=scale))
-    with autocast(q.device.type, enabled=False):  # the operands' own type, whatever the backend
+    with autocast(q.device.type, enabled=False):  # every backend keeps the operands' dtype
         return cast(Tensor, run(q, k, v, mask, wanted, scale=scale))
 
 
 def choose(q: Tensor, k: Tensor, *, backend: str = "auto") -> Selection:
-    """The backend that runs for these operands, and why those before it do not; a named one that cannot raises."""
+    """Return the backend that `masked_attention` runs for these operands.
+
+    Args:
+        q, k, backend: as in `masked_attention`.
+
+    Returns:
+        The backend, and why those preferred to it refused.
+
+    Raises:
+        UnsupportedError: the backend named cannot run the call.
+
+    Example:
+        >>> choose(q, k).name
+    """
     call = MaskedAttentionCall(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], q.dtype)
     return pick("masked_attention", backend, call, q.device)
 
 
 def load() -> None:
-    """Import all backends now: torch.compile cannot trace an import."""
+    """Import all backends, because torch.compile cannot trace an import.
+
+    Example:
+        >>> load()
+    """
     registry.load("masked_attention")
     if require_library("triton", "dev"):
         from loka.kernels.masked_attention import triton_ops  # noqa: F401

@@ -1,4 +1,4 @@
-"""Softmax attention over masked keys, described without tensors."""
+"""A call of `masked_attention`, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,18 @@ import torch
 
 @dataclass(frozen=True)
 class MaskedAttentionCall:
-    """rows of `queries` queries and `keys` keys, `heads` heads of queries on `shared` heads of keys and values, all `d` wide."""
+    """A call of `masked_attention`.
+
+    Args:
+        rows: batch size.
+        queries, keys: per row.
+        heads, shared: query heads, and heads of keys and values.
+        d: head width.
+        dtype: of q, k and v.
+
+    Example:
+        >>> call = MaskedAttentionCall(rows=512, queries=200, keys=200, heads=8, shared=8, d=64)
+    """
 
     rows: int
     queries: int

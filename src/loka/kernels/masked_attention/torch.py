@@ -1,4 +1,7 @@
-"""torch's scaled_dot_product_attention. The mask keeps its flash kernel away, which takes none; cuDNN's and the memory-efficient one walk over padding as over everything else."""
+"""torch's scaled_dot_product_attention.
+
+Its flash kernel takes no mask; the cuDNN and memory-efficient kernels do, but compute padding like everything else.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,35 +12,25 @@ from loka.kernels.masked_attention.call import MaskedAttentionCall
 
 
 def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
-    """Everything torch runs on."""
+    """Accept every call."""
     return YES
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
-    """By scaled_dot_product_attention.
-
-    Args:
-        q: [B, H, T, d].
-        k, v: [B, G, S, d], G dividing H.
-        mask: bool [B, S], True for keys that are seen.
-        wanted: bool [B, T], True for queries whose answer is read; None: all.
-        scale: of the scores.
-
-    Returns:
-        [B, H, T, d] in q's type, zeros where nothing is seen or wanted.
-    """
+    """See `loka.kernels.masked_attention.masked_attention`."""
     some = mask.any(1)[:, None]
-    q = torch.where((some if wanted is None else some & wanted)[:, None, :, None], q, 0)  # nor are these read
+    q = torch.where((some if wanted is None else some & wanted)[:, None, :, None], q, 0)
     if k.shape[2] == 0:
-        return q * 1  # of zeros: no key is seen
+        return q * 1  # all zeros: there are no keys
     seen = mask[:, None, :, None]
-    # Heads that share keys become more queries of one head: with a mask, torch's GQA only has a kernel that writes the scores to memory.
+    # Fold heads that share keys into more queries of one head: with a mask, torch runs GQA only by a kernel that writes
+    # the scores to memory.
     folded = q.reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], q.shape[3])
     out = F.scaled_dot_product_attention(
         folded,
-        torch.where(seen, k, 0),  # a weight of zero does not silence a NaN
+        torch.where(seen, k, 0),  # 0 * NaN is NaN, so masking the weights is not enough
         torch.where(seen, v, 0),
-        attn_mask=(mask | ~some)[:, None, None, :],  # a row without keys sees its zeros, where it would be NaN
+        attn_mask=(mask | ~some)[:, None, None, :],  # a row without keys attends to zeros; fully masked it would be NaN
         scale=scale,
     ).reshape(q.shape)
     return out if wanted is None else torch.where(wanted[:, None, :, None], out, 0)

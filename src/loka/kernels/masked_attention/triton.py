@@ -1,4 +1,4 @@
-"""Our masked attention: walks over the keys that somebody sees and the queries that somebody wants, and returns at once from the rest; 16- and 32-bit floats, heads up to 128 wide."""
+"""Triton masked attention: skips padding on either side of a row; bf16, fp16 and fp32, heads up to 128 wide."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ WIDEST = 128
 
 
 def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
-    """A CUDA device, or Triton's interpreter on the CPU; no float64; heads that fit into shared memory."""
+    """Accept bf16, fp16 and fp32 heads that fit into shared memory, on a CUDA device or in Triton's interpreter."""
     if call.dtype not in _DTYPES:
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
     if call.d > WIDEST:
@@ -22,18 +22,7 @@ def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
-    """By our kernel, which passes over what no key of the mask is in.
-
-    Args:
-        q: [B, H, T, d].
-        k, v: [B, G, S, d], G dividing H.
-        mask: bool [B, S], True for keys that are seen.
-        wanted: bool [B, T], True for queries whose answer is read; None: all.
-        scale: of the scores.
-
-    Returns:
-        [B, H, T, d] in q's type, zeros where nothing is seen or wanted.
-    """
+    """See `loka.kernels.masked_attention.masked_attention`."""
     from loka.kernels.masked_attention import triton_ops
 
     q, k, v = map(near_rows, (q, k, v))

@@ -1,12 +1,14 @@
-"""Masked softmax attention on tiles: forward, and a backward that computes the weights again from the logarithm of their sum.
+"""Tiled masked softmax attention: forward, and a backward that recomputes the weights from the saved log-sum-exp.
 
-A program owns a block of queries (forward, dq) or of keys (dk, dv) of one row and one head, and walks over the other side, from the first place that counts to the last (`ends`): padding, at
-whichever side of a row, costs nothing. Inside these ends the mask decides key by key.
+A program handles a block of queries (forward, dq) or keys (dk, dv) of one row and one head, and iterates over the other
+side from the first position that the mask allows to the last (`ends`), so padding on either side of a row costs
+nothing. Between these ends the mask decides key by key.
 
-    lse_i = log2 sum_j 2^(s_ij),   s_ij = scale log2(e) <q_i, k_j>         +inf for a query without an answer: its weights 2^(s - lse) are zero, and so is all that follows from them
-    delta_i = <out_i, d out_i>,    ds_ij = w_ij (<d out_i, v_j> - delta_i)
+    lse_i = log2 sum_j 2^(s_ij),   s_ij = scale log2(e) <q_i, k_j>
+    delta_i = <out_i, d out_i>,    ds_ij = w_ij (<d out_i, v_j> - delta_i),    w_ij = 2^(s_ij - lse_i)
 
-dq comes first: its programs own queries, and leave delta behind for dk and dv. Nothing is added by atomics: the same bits from run to run.
+lse is +inf for a query without a result, so that its weights and everything computed from them are zero. The dq kernel
+runs first and writes delta, which the dk and dv kernel reads. There are no atomics: results are bitwise reproducible.
 """
 
 import triton
@@ -15,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def _find_ends(mask_ptr, ends_ptr, length, BLOCK: tl.constexpr):
-    """The first place of a row that counts, and the one after the last; (length, 0) where there is none."""
+    """Write the first allowed position of a row, and the one after the last; (length, 0) if there is none."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.zeros((), tl.int32) + length
     last = tl.zeros((), tl.int32)
@@ -30,7 +32,11 @@ def _find_ends(mask_ptr, ends_ptr, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place(blocks, heads, BLOCK: tl.constexpr):
-    """Row, head and first place of a program: those of one head follow one another, so that what they share is still in the cache. One dimension: the others of a grid end at 65,535."""
+    """Return the row, head and first position of a program.
+
+    Programs of one head are consecutive, so that they share the cache. The grid is one-dimensional: other dimensions
+    end at 65,535.
+    """
     pair = tl.program_id(0) // blocks
     return (pair // heads).to(tl.int64), pair % heads, tl.program_id(0) % blocks * BLOCK
 
@@ -45,7 +51,7 @@ def _ends(ends_ptr, b, length, GIVEN: tl.constexpr):
 
 @triton.jit
 def _counts(mask_ptr, b, at, length, GIVEN: tl.constexpr):
-    """Which places count."""
+    """Return which positions the mask allows."""
     if GIVEN:
         return tl.load(mask_ptr + b * length + at, at < length, other=0) != 0
     else:
@@ -54,7 +60,7 @@ def _counts(mask_ptr, b, at, length, GIVEN: tl.constexpr):
 
 @triton.jit
 def _load(ptr, b, h, at, counts, row, head, step, D: tl.constexpr, DP: tl.constexpr):
-    """The [block, D] tile at places `at`; zero where they do not count."""
+    """Load the [block, D] tile at positions `at`, zero where not allowed."""
     column = tl.arange(0, DP)
     inside = counts[:, None]
     if D < DP:
@@ -64,7 +70,7 @@ def _load(ptr, b, h, at, counts, row, head, step, D: tl.constexpr, DP: tl.conste
 
 @triton.jit
 def _store(ptr, value, b, h, heads, at, length, D: tl.constexpr, DP: tl.constexpr):
-    """Write a tile of a [B, length, heads, D] that has no gaps."""
+    """Write a tile of a contiguous [B, length, heads, D] tensor."""
     column = tl.arange(0, DP)
     where = ((b * length + at)[:, None] * heads + h) * D + column[None, :]
     tl.store(ptr + where, value.to(ptr.dtype.element_ty), (at < length)[:, None] & (column < D)[None, :])
@@ -97,13 +103,13 @@ def _forward(q_ptr, k_ptr, v_ptr, mask_ptr, wanted_ptr, seen_ends_ptr, wanted_en
             v = _load(v_ptr, b, g, j, seen, v_row, v_head, v_step, D, DP)
             s = tl.where(seen[None, :], _dot(q, tl.trans(k), IEEE) * scale, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # no key yet
             w = tl.exp2(s - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(w, 1)
             out = out * shrink[:, None] + _dot(w.to(v.dtype), v, IEEE)
             top = higher
-    answered = wanted & (total != 0)  # and not > 0: what is no number stays none
+    answered = wanted & (total != 0)  # not > 0, so that NaN stays NaN
     some = tl.where(answered, total, 1.0)
     tl.store(
         lse_ptr + (b * heads + h) * queries + at,
@@ -117,7 +123,7 @@ def _forward(q_ptr, k_ptr, v_ptr, mask_ptr, wanted_ptr, seen_ends_ptr, wanted_en
 def _backward_q(q_ptr, k_ptr, v_ptr, mask_ptr, wanted_ptr, seen_ends_ptr, wanted_ends_ptr, out_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, blocks, heads, shared, queries, keys, scale, natural,
                 q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, o_row, o_head, o_step, g_row, g_head, g_step,
                 D: tl.constexpr, DP: tl.constexpr, WANTED: tl.constexpr, IEEE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """dq and delta."""
+    """Compute dq and delta."""
     b, h, first = _place(blocks, heads, QUERIES)
     g = h // (heads // shared)
     at = first + tl.arange(0, QUERIES)
@@ -148,7 +154,7 @@ def _backward_q(q_ptr, k_ptr, v_ptr, mask_ptr, wanted_ptr, seen_ends_ptr, wanted
 def _backward_kv(q_ptr, k_ptr, v_ptr, mask_ptr, wanted_ptr, seen_ends_ptr, wanted_ends_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, blocks, heads, shared, queries, keys, scale, natural,
                  q_row, q_head, q_step, k_row, k_head, k_step, v_row, v_head, v_step, g_row, g_head, g_step,
                  D: tl.constexpr, DP: tl.constexpr, WANTED: tl.constexpr, IEEE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """dk and dv, on transposed tiles: what the tensor cores wrote is what they read next."""
+    """Compute dk and dv, on transposed tiles, so that tensor core results are in the layout of the next operand."""
     b, g, first = _place(blocks, shared, KEYS)
     j = first + tl.arange(0, KEYS)
     begin, end = _ends(wanted_ends_ptr, b, queries, WANTED)

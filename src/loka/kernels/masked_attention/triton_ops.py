@@ -1,4 +1,4 @@
-"""The Triton masked attention as a torch op with its gradient, so that torch.compile sees two calls and not Python."""
+"""Triton masked attention as torch ops, forward and backward, so that torch.compile does not trace the launch code."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LOG2_E = 1 / math.log(2)
 
 @dataclass(frozen=True)
 class Tile:
-    """queries x keys of a tile, warps and stages of a program."""
+    """A tile of queries x keys, and the warps and stages of a program."""
 
     queries: int
     keys: int
@@ -26,13 +26,14 @@ class Tile:
     stages: int = 2
 
 
-# 16-bit operands: the fastest of six or seven at heads of 32, 64 and 128 on an H200 (benchmarks/masked_attention_h200.py); 32-bit ones are multiplied without tensor cores
+# 16-bit operands: the fastest of six or seven at heads of 32, 64 and 128 on an H200
+# (benchmarks/masked_attention_h200.py). 32-bit operands (EXACT) are multiplied without tensor cores.
 TILES = {"forward": Tile(64, 32, stages=3), "backward_q": Tile(64, 32, stages=3), "backward_kv": Tile(32, 64, stages=3)}
 EXACT, TINY = Tile(32, 32, 8, 1), Tile(16, 16)
 
 
 def choose(kernel: str, q: Tensor, k: Tensor) -> Tile:
-    """The tile of a kernel for these operands: no larger than they are, since seeds and single queries are common."""
+    """Choose the tile of a kernel, no larger than the operands: few queries (seeds, a single one) are common."""
     tile = TINY if INTERPRETED else EXACT if q.dtype == torch.float32 else TILES[kernel]
     queries, keys = (max(16, next_power_of_2(t.shape[2])) for t in (q, k))
     return Tile(min(tile.queries, queries), min(tile.keys, keys), tile.warps, tile.stages)
@@ -45,8 +46,8 @@ def _options(tile: Tile, q: Tensor, wanted: Tensor | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _find(mask: Tensor | None) -> Tensor | None:
-    """The ends [B, 2] of what counts in every row."""
+def _find_row_ends(mask: Tensor | None) -> Tensor | None:
+    """Return the first allowed position of every row and the one after the last, [B, 2]."""
     if mask is None:
         return None
     ends = torch.empty(mask.shape[0], 2, dtype=torch.int32, device=mask.device)
@@ -63,8 +64,8 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for t in tensors for stride in t.stride()[:3]]
 
 
-def _like(t: Tensor) -> Tensor:
-    """An empty [B, H, T, d] that lies as [B, T, H, d]: as projections write and read it."""
+def _empty_like(t: Tensor) -> Tensor:
+    """Return an empty [B, H, T, d] with the memory layout [B, T, H, d], as projections write and read it."""
     return t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)
 
 
@@ -72,29 +73,29 @@ def _like(t: Tensor) -> Tensor:
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, T, d], and the binary logarithm of the sums of its weights, [B, H, T]."""
+    """Return out [B, H, T, d] and the base-2 log-sum-exp of its scores, [B, H, T]."""
     (rows, heads, queries, _), (_, shared, keys, _) = q.shape, k.shape
-    out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = _empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel() == 0:
         return out, lse
     tile = choose("forward", q, k)
     blocks = cdiv(queries, tile.queries)
     _forward[(blocks * rows * heads,)](
-        q, k, v, _bytes(mask), _bytes(wanted), _find(mask), _find(wanted), out, lse, blocks, heads, shared, queries, keys, scale * LOG2_E,
-        *_strides(q, k, v), **_options(tile, q, wanted),
+        q, k, v, _bytes(mask), _bytes(wanted), _find_row_ends(mask), _find_row_ends(wanted), out, lse, blocks, heads,
+        shared, queries, keys, scale * LOG2_E, *_strides(q, k, v), **_options(tile, q, wanted),
     )  # fmt: skip
     return out, lse
 
 
 @fake_of(masked_attention)
 def _(q, k, v, mask, wanted, scale):  # type: ignore[no-untyped-def]
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch_op("masked_attention_backward")
 def masked_attention_backward(
     grad: Tensor,
-    answer: Tensor,  # not `out`: compilers take that for a mutation
+    answer: Tensor,  # not `out`: compilers take that for an output argument
     lse: Tensor,
     q: Tensor,
     k: Tensor,
@@ -103,13 +104,13 @@ def masked_attention_backward(
     wanted: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+    """Return dq, dk and dv."""
     (rows, heads, queries, _), (_, shared, keys, _) = q.shape, k.shape
-    dq, dk, dv = map(_like, (q, k, v))
+    dq, dk, dv = map(_empty_like, (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    masks = (_bytes(mask), _bytes(wanted), _find(mask), _find(wanted))
+    masks = (_bytes(mask), _bytes(wanted), _find_row_ends(mask), _find_row_ends(wanted))
     numbers = (heads, shared, queries, keys, scale * LOG2_E, scale)
     tile = choose("backward_q", q, k)
     blocks = cdiv(queries, tile.queries)
@@ -126,7 +127,7 @@ def masked_attention_backward(
 
 @fake_of(masked_attention_backward)
 def _(grad, answer, lse, q, k, v, mask, wanted, scale):  # type: ignore[no-untyped-def]
-    return _like(q), _like(k), _like(v)
+    return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -143,7 +144,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 differentiate(masked_attention, _differentiate, save=_save)
 
 
-# Of all pairs, seen or not, as torch counts its own attention: a share of a model's FLOPs must not depend on the backend.
+# FLOPs are counted for all pairs, masked or not, as torch does, so that a model's share does not depend on the backend.
 @register_flop_formula(torch.ops.loka.masked_attention)
 def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
     return 2 * _product_flops(q, k)
@@ -155,5 +156,5 @@ def _backward_flops(grad: torch.Size, answer: torch.Size, lse: torch.Size, q: to
 
 
 def _product_flops(q: torch.Size, k: torch.Size) -> int:
-    """Of one product of queries and keys; torch 2.11's own formula counts none where heads share keys."""
+    """Count the FLOPs of one product of queries and keys; torch 2.11's own formula counts none if heads share keys."""
     return 2 * q.numel() * k[2]
