@@ -188,11 +188,11 @@ def _dense(work: Work, machine: Machine, n: int, sent: Codec, gathered: Codec) -
     return work.accumulate * (forward + backward)
 
 
-def _exposed(seconds: float, elements: int, beside: float) -> float:
+def _exposed(seconds: float, elements: int, overlapped: float) -> float:
     """Return the exposed time of a collective that overlaps with a pass: the excess, and at least its last bucket."""
-    if not beside:
+    if not overlapped:
         return seconds
-    return max(seconds - beside, seconds * min(1.0, BUCKET / max(elements, 1)))
+    return max(seconds - overlapped, seconds * min(1.0, BUCKET / max(elements, 1)))
 
 
 def _ring(size: float, machine: Machine, n: int) -> float:
