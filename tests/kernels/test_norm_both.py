@@ -325,7 +325,7 @@ def test_mistakes_are_named() -> None:
     [
         (NormCall(4, 32, STATIC, "block", transpose=True), "block norm is not written both ways"),
         (NormCall(4, 32, STATIC, "rms", residual=True, transpose=True), "not written together with FP8 both ways"),
-        (NormCall(4, 32, STATIC, "rms", out_dtype=torch.bfloat16, transpose=True), "not torch.bfloat16 beside it"),
+        (NormCall(4, 32, STATIC, "rms", out_dtype=torch.bfloat16, transpose=True), "not together with torch.bfloat16"),
         (NormCall(4, 32, STATIC, "rms", kept=Spec.parse("int8:row")), "reads an x in e4m3 or e5m2, not int8:row"),
         (NormGradientCall(4, 32, "rms", in_dtype=torch.float64, spec=STATIC), "reads bf16, fp16 and fp32"),
         (NormGradientCall(4, 16385, "rms"), "at most 16384 wide"),

@@ -1,4 +1,4 @@
-"""norm_quantize: (residual +) LayerNorm, RMSNorm or BlockNorm (+ activation) + quantise in one pass, and its gradient."""
+"""norm_quantize: (residual +) LayerNorm, RMSNorm or BlockNorm (+ activation) + quantize, fused; and its gradient."""
 
 from typing import Any, cast
 
@@ -30,23 +30,24 @@ def norm_quantize(
     dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> NormResult:
-    """q = quantize(activation(norm(x + residual) * weight + bias)) for x [M, K].
+    """Return q = quantize(activation(norm(x + residual) * weight + bias)) for x [M, K].
 
     Args:
-        x: 16 or 32 bits, or FP8 with one scale or one a row.
-        spec: how the output is quantised; None writes `out_dtype` alone.
+        x: a 16- or 32-bit tensor, or FP8 with one scale for the tensor or per row.
+        spec: the format of q; None writes `out_dtype` alone.
         norm: "layer", "rms" (both over the whole row), or "block" (RMS of each 256 columns, without parameters).
         weight: [K], for layer and rms.
         bias: [K], for layer and rms.
         residual: [M, K], added to x first.
         activation: one of loka.kernels.activation.ACTIVATIONS.
-        eps: None is 1e-5 for layer, 1e-6 for rms and block.
-        scale: the given scale of a static or delayed spec, a float32 scalar.
-        out_dtype: also write the output before quantisation, in this type.
-        transpose: also write q^T [K, M], contiguous along M, under the same given scale.
-        amax: a float32 scalar, raised in place to the largest finite |output| before dropout and quantisation.
-        dropout: a draw for the elements of the output: output * kept / (1 - p). A given scale is that of values before 1 / (1 - p), which goes into the scale of q.
-        backend: a name of the registry, or "auto".
+        eps: None for 1e-5 (layer) or 1e-6 (rms, block).
+        scale: the scale of a static or delayed spec, a float32 scalar.
+        out_dtype: also write the output before quantization, in this dtype.
+        transpose: also write q^T [K, M], contiguous along M, with the same given scale.
+        amax: a float32 scalar, raised in place to the largest finite |output| before dropout and quantization.
+        dropout: drops elements of the output: output * kept / (1 - p). A given scale is for the values before the
+            factor 1 / (1 - p), which goes into the scale of q.
+        backend: a backend of the registry, or "auto".
 
     Returns:
         The output both ways, h = x + residual, and mean and rstd for `norm_gradient`.
@@ -82,26 +83,22 @@ def norm_gradient(
     dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> NormGradient:
-    """The gradient of `norm_quantize` from what it kept; with a `spec` dx is written in FP8 both ways, and never in 16 bits.
+    """Return the gradient of `norm_quantize` from what it kept; with a `spec` dx is returned in FP8 both ways.
 
     Args:
-        dy: [M, K], the gradient of the output, 16 or 32 bits.
-        h: what was normalised, as forward kept it: 16 or 32 bits, or FP8.
-        mean: [M, 1] of forward, for layer norm.
-        rstd: [M, 1] of forward, or [M, blocks].
-        norm: as in forward.
-        weight: as in forward.
-        bias: as in forward.
-        activation: as in forward.
+        dy: [M, K], the gradient of the output, 16- or 32-bit.
+        h: the input of the norm, as forward kept it: 16-bit, 32-bit or FP8.
+        mean: forward's [M, 1], for layer norm.
+        rstd: forward's [M, 1] or [M, blocks].
+        norm, weight, bias, activation, dropout: as in forward.
         dh: the gradient that reaches h from the residual stream, added to dx.
         spec: FP8 with one given scale (static or delayed), for dx [M, K] and dx^T [K, M].
         scale: that scale, a float32 scalar.
         amax: a float32 scalar, raised in place to the largest finite |dx|.
-        dropout: the draw of forward.
-        backend: a name of the registry, or "auto".
+        backend: a backend of the registry, or "auto".
 
     Returns:
-        dx (= dresidual), its transpose where there is a spec, dweight and dbias.
+        dx (= dresidual), its transpose with a `spec`, dweight and dbias.
 
     Example:
         >>> back = norm_gradient(dy, kept.h, kept.mean, kept.rstd, norm="layer", weight=w, bias=b, activation="silu")

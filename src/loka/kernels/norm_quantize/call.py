@@ -1,4 +1,4 @@
-"""Normalise, activate and quantise in one pass, and the gradient of it, described without tensors."""
+"""`norm_quantize` and its gradient, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,7 @@ EPS = {"layer": 1e-5, "rms": 1e-6, "block": NORM_EPS}
 
 @dataclass(frozen=True)
 class NormCall:
-    """q = quantize(activation(norm(x + residual))); with `out_dtype` also, or (spec None) only, the same in 16 or 32 bits.
-
-    `kept` is the Spec of an x that is FP8 itself. `transpose`: also q^T [K, M] for a weight gradient, under the same given scale.
-    """
+    """One call of `norm_quantize`, which documents the fields. `kept` is the Spec of an FP8 x."""
 
     m: int
     k: int
@@ -53,7 +50,7 @@ class NormCall:
 
 @dataclass(frozen=True)
 class NormGradientCall:
-    """From dy to dx, in x's own 16 bits or, with a `spec`, in FP8 both ways under one given scale; and to dweight, dbias."""
+    """One call of `norm_gradient`, which documents the fields. `kept` is the Spec of an FP8 h, `residual` means dh."""
 
     m: int
     k: int
@@ -96,17 +93,17 @@ def _given(spec: Spec | None) -> bool:
 class NormResult:
     """The output, and what backward and the residual stream need."""
 
-    q: QTensor | None  # quantised, unless no spec was given
-    y: Tensor | None  # the same values before quantisation, where asked
-    h: Tensor | QTensor  # x + residual, in x's type (x itself without a residual)
+    q: QTensor | None  # None without a spec
+    y: Tensor | None  # the output before quantization, if requested
+    h: Tensor | QTensor  # x + residual, in x's dtype (x itself without a residual)
     mean: Tensor | None  # [M, 1] for layer norm
     rstd: Tensor  # [M, 1], or [M, blocks] for block norm
-    q_t: QTensor | None = None  # q^T [K, M], where asked
+    q_t: QTensor | None = None  # q^T [K, M], if requested
 
 
 @dataclass(frozen=True)
 class NormGradient:
-    """dx (= dresidual) in 16 bits, or in FP8 together with dx^T [K, M]; the gradients of the parameters in their own types."""
+    """dx (= dresidual), with a `spec` in FP8 along with dx^T [K, M]; parameter gradients in the parameters' dtypes."""
 
     dx: Tensor | QTensor
     dx_t: QTensor | None

@@ -1,14 +1,15 @@
-"""The law of norm + activation + quantise, forward and backward, in plain torch.
+"""Norm + activation + quantize in plain torch, forward and backward: defines the correct result.
 
-h    = x + residual                                    rounded to x's type: it is the residual stream; an x in FP8 is dequantised
-xhat = (h - mean) * rstd                               layer;  h * rstd for rms (per row) and block (per 256 columns)
+h    = x + residual                rounded to x's dtype, since it is the residual stream; an FP8 x is dequantized
+xhat = (h - mean) * rstd           layer;  h * rstd for rms (per row) and block (per 256 columns)
 p    = xhat * weight + bias
-y    = activation(p);   q = quantize(y);   amax = max(amax, largest finite |y|)            (y * kept / (1 - p) is quantised, where there is dropout: `loka.kernels.dropout`)
+y    = activation(p);   q = quantize(y);   amax = max(amax, largest finite |y|)
 
-dp   = dy * activation'(p)                             (dy * kept / (1 - p) in place of dy)
-dx   = rstd * (dxhat - [mean(dxhat)] - xhat * mean(dxhat * xhat)),   dxhat = dp * weight;  the bracket for layer norm only
+dp   = dy * activation'(p)
+dx   = rstd * (dxhat - [mean(dxhat)] - xhat * mean(dxhat * xhat)),   dxhat = dp * weight;  [] for layer norm only
 
-Backward sees x as it was kept: an x in FP8 is the rounded one, while mean and rstd are those of forward.
+With dropout (`loka.kernels.dropout`) y and dy are multiplied by kept / (1 - rate), y after its amax is taken. Backward
+reads x as it was kept: an FP8 x is the rounded one, while mean and rstd are those of forward.
 """
 
 from typing import Any
@@ -25,12 +26,12 @@ from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradient, NormGra
 
 
 def supports(call: NormCall | NormGradientCall, device: torch.device) -> Verdict:
-    """Everything: this is plain torch."""
+    """Support every call: this is plain torch."""
     return YES
 
 
 def _mean(x: Tensor, norm: str) -> Tensor:
-    """Mean over what is normalised together: [M, 1], or [M, blocks]; a ragged tail over its own width."""
+    """Return the mean over each norm group, [M, 1] or [M, blocks]; a ragged tail over its own width."""
     width = NORM_BLOCK if norm == "block" else max(x.shape[1], 1)
     parts = [part.mean(1, keepdim=True) for part in torch.split(x, width, dim=1)]
     return torch.cat(parts, 1) if parts else x.new_zeros(x.shape[0], 1)
@@ -56,8 +57,7 @@ def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return p if bias is None else p + bias.float()
 
 
-def _raise(amax: Tensor | None, values: Tensor) -> None:
-    """In place, as every backend: the buffer outlives the step."""
+def _raise_amax(amax: Tensor | None, values: Tensor) -> None:
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(values, TENSOR).to(amax.device)))
 
@@ -74,12 +74,12 @@ def run(
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> NormResult:
-    """Forward."""
+    """See `loka.kernels.norm_quantize`."""
     spec, norm = call.spec, call.norm
     h: Any = x if residual is None else (_wide(x) + residual.float()).to(x.dtype)  # type: ignore[union-attr]
     xhat, mean, rstd = _normalize(_wide(h), norm, EPS[norm] if eps is None else eps)
     y = activate(_affine(xhat, weight, bias), call.activation)
-    _raise(amax, y)
+    _raise_amax(amax, y)
     factor = 1.0 if dropout is None else factor_of(dropout.p)
     y = dropped(y, dropout)
     wide = y if dropout is None else y * factor
@@ -105,7 +105,7 @@ def gradient(
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> NormGradient:
-    """Backward. `dh` is the gradient that reaches h from the residual stream."""
+    """See `loka.kernels.norm_quantize.norm_gradient`."""
     norm, spec, columns = call.norm, call.spec, dy.shape[1]
     wide = _wide(h)
     centred = wide if mean is None else wide - mean
@@ -118,10 +118,10 @@ def gradient(
         dx = dx - _mean(dxhat, norm)
     dx = dx * _spread(rstd, norm, columns)
     dx = dx if dh is None else dx + dh.float()
-    _raise(amax, dx)
+    _raise_amax(amax, dx)
     dweight = None if weight is None else (dp * xhat).sum(0).to(weight.dtype)
     dbias = None if bias is None else dp.sum(0).to(bias.dtype)
     if spec is None:
         return NormGradient(dx.to(dy.dtype if isinstance(h, QTensor) else h.dtype), None, dweight, dbias)
-    turned = quantize(dx.T.contiguous(), spec, scale=scale)
-    return NormGradient(quantize(dx, spec, scale=scale), turned, dweight, dbias)
+    dx_t = quantize(dx.T.contiguous(), spec, scale=scale)
+    return NormGradient(quantize(dx, spec, scale=scale), dx_t, dweight, dbias)

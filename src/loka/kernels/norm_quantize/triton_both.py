@@ -1,16 +1,20 @@
-"""Norm + activation + quantise, and the gradient of it, where FP8 is written both ways under one given scale: [M, K] and its transpose [K, M].
+"""Norm + activation + quantize, and its gradient, with FP8 written both ways, [M, K] and [K, M], under one given scale.
 
-A transpose needs some rows together, and whole rows of them fit no register file. So a program takes a few rows and walks their columns twice, a chunk at a time: once for what a
-row must know (mean and rstd; backward, two means of the gradient), once to write. The second read should find its rows in L2: 132 multiprocessors with two programs of 16 rows of
-3072 bf16 (one, backward, with two tensors) hold 26 MB, an H200's L2 has 50. Then memory sees x once, 2 + 1 + 1 bytes an element forward and 2 + 2 + 1 + 1 backward; beyond it 2 or 4 more.
+A transpose needs several rows at once, and whole rows of them fit no register file. So a program takes a few rows and
+walks their columns twice, in chunks: once for the statistics of a row (mean and rstd; backward, two means of the
+gradient), once to write. The second read should hit L2: 132 multiprocessors with two programs of 16 rows of 3072 bf16
+(one, backward, with two tensors) hold 26 MB, and an H200's L2 has 50. Then x is read from memory once: 2 + 1 + 1 bytes
+per element forward and 2 + 2 + 1 + 1 backward; beyond L2 it is 2 or 4 more.
 
-As in `quantize`, four consecutive rows are four tiles of one layout: their bytes pack into words inside a thread, and words are transposed. Neighbouring programs
-complete one another's sectors of the transpose.
+As in `quantize`, four consecutive rows are four tiles of one layout: their bytes are packed into words inside a thread,
+and words are transposed. Neighboring programs complete each other's sectors of the transpose.
 
-Backward, rows of 16-bit numbers that fit into registers go another way (`triton.gradient`): dx in 16 bits first, then both ways; this kernel has those that are wider, in float32 or in FP8.
+Backward with 16-bit rows that fit in registers takes another path (`triton.gradient`): 16-bit dx first, then quantized
+both ways. This kernel handles wider rows, float32 and FP8.
 
-Sums of a layer norm are taken around the mean of the row's first chunk. Little is lost by cancellation: (shift - mean)^2 is at most var K / chunk.
-Column sums for the parameters are written once per program and added by a second, small reduction in a fixed order: deterministic.
+Layer norm sums are taken around the mean of the row's first chunk. Little is lost to cancellation: (shift - mean)^2 is
+at most var K / chunk. Column sums for the parameters are written once per program and added by a second, small
+reduction in a fixed order, so they are deterministic.
 """
 
 import torch
@@ -37,8 +41,9 @@ from loka.kernels.tile import (
 )
 from loka.kernels.triton_launcher import quick
 
-_NEAR = 100 << 10  # bytes of a program's rows, so that two programs fit the L1 of a multiprocessor
-# Elements of a chunk. ptxas gives forward 128 registers, two programs a multiprocessor, and backward 241, one: 32 KB in flight either way.
+_NEAR = 100 << 10  # bytes of a program's rows such that two programs fit in the L1 of a multiprocessor
+# Elements of a chunk. ptxas uses 128 registers forward, two programs per multiprocessor, and 241 backward, one: 32 KB
+# in flight either way.
 _TILE = 8192
 _LAUNCH = {"num_warps": 8}
 _LAYER = tl.constexpr(LAYER)
@@ -46,7 +51,7 @@ _LAYER = tl.constexpr(LAYER)
 
 @triton.jit
 def _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE: tl.constexpr):
-    """x in float32, 0 outside."""
+    """Load x as float32, 0 outside."""
     inside = (row < M)[:, None] & (column < K)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
     return to_values(x, xs_ptr, row, M, X_SCALE)
@@ -67,7 +72,7 @@ def _deviation(x_ptr, xs_ptr, shift, row, column, M, K, stride_x, NORM: tl.const
 
 @triton.jit
 def _moments(total, squares, shift, mean_ptr, rstd_ptr, row, M, K, eps, NORM: tl.constexpr):
-    """Mean (0 for rms) and rstd of some rows, also stored."""
+    """Return and store mean (0 for rms) and rstd of some rows."""
     mean = shift
     variance = tl.sum(squares, 1) / K
     if NORM == _LAYER:
@@ -102,7 +107,7 @@ def _affine(xhat, w, b, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def _output(x_ptr, xs_ptr, mean, rstd, w, b, row, column, M, K, stride_x, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
             ACTIVATION: tl.constexpr, X_SCALE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """activation(norm(x)) of some rows and columns, 0 outside."""
+    """Return activation(norm(x)) of some rows and columns, 0 outside."""
     x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
     y = activate(_affine((x - mean[:, None]) * rstd[:, None], w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
     return tl.where((row < M)[:, None] & (column < K)[None, :], y, 0.0)
@@ -110,11 +115,14 @@ def _output(x_ptr, xs_ptr, mean, rstd, w, b, row, column, M, K, stride_x, WEIGHT
 
 @triton.jit
 def _store_both(y0, y1, y2, y3, inv, q_ptr, qt_ptr, word, column, M, K, stride_q, words, E5M2: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """Rows 4i .. 4i + 3 and, packed into words, the transpose. Values are made FP8 twice: one FP8 tensor in two layouts was seen to go wrong."""
+    """Store rows 4i .. 4i + 3 and, packed into words, the transpose.
+
+    Values are cast to FP8 twice: Triton was seen to store wrong bytes when one FP8 tensor is used in two layouts.
+    """
     FAST: tl.constexpr = not (E5M2 or PREROUND)
     if FAST:
         y0, y1, y2, y3 = nan_for_inf(y0), nan_for_inf(y1), nan_for_inf(y2), nan_for_inf(y3)
-    wide = (column < stride_q)[None, :]  # up to the pitch, which is ours to write
+    wide = (column < stride_q)[None, :]  # the padding of rows is written too: whole vectors
     row = 4 * word
     target = q_ptr + row[:, None] * stride_q + column[None, :]
     tl.store(target, to_fp8(y0, inv, 0, E5M2, False, PREROUND, FAST), (row < M)[:, None] & wide)
@@ -141,7 +149,7 @@ def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, made_ptr, q_ptr, qt_ptr, m
                   ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
                   BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr,
                   DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    K, stride_x, words = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, words // 4 * 4  # as in quantize: whole vectors
+    K, stride_x, words = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, words // 4 * 4  # whole vectors
     Q: tl.constexpr = ROWS // 4
     word = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
     row0, row1, row2, row3 = 4 * word, 4 * word + 1, 4 * word + 2, 4 * word + 3
@@ -196,7 +204,7 @@ def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, made_ptr, q_ptr, qt_ptr, m
 @triton.jit
 def _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean, rstd, w, b, seed_ptr, threshold, upscale, stream, row, column, M, K, stride_dy, stride_x, WEIGHT: tl.constexpr,
                   BIAS: tl.constexpr, ACTIVATION: tl.constexpr, X_SCALE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """xhat and dp = dy * activation'(p) of some rows and columns, 0 outside."""
+    """Return xhat and dp = dy * activation'(p) of some rows and columns, 0 outside."""
     inside = (row < M)[:, None] & (column < K)[None, :]
     x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
     xhat = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
@@ -208,7 +216,7 @@ def _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean, rstd, w, b, seed_ptr, threshold, 
 
 @triton.jit
 def _kept(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr, NORM: tl.constexpr):
-    """Mean (0 for rms) and rstd of forward."""
+    """Load forward's mean (0 for rms) and rstd."""
     mean = tl.zeros((ROWS,), tl.float32)
     if NORM == _LAYER:
         mean = tl.load(mean_ptr + row, row < M, other=0.0)
@@ -288,7 +296,7 @@ def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_pt
 
 
 def rows_of(m: int, k: int, bytes_an_element: int, device: torch.device) -> int:
-    """Rows of a program: 32, a sector of the transpose, where they stay near and there are programs enough for two a multiprocessor; else 16."""
+    """Return the rows per program: 32, a sector of the transpose, if they fit in L1 and fill the GPU twice; else 16."""
     near = 32 * k * bytes_an_element <= _NEAR
     return 32 if near and cdiv(m, 32) >= 2 * processors(device) else 16
 

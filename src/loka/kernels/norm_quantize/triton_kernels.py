@@ -1,8 +1,9 @@
-"""Residual add + norm + activation + quantise: one read of x, one write of FP8 (and of h and y where asked).
+"""Residual add + norm + activation + quantize: one read of x, one write of FP8 (and of h and y if requested).
 
-A program keeps whole rows in registers (up to 16384 wide), so mean, rstd and the quantiser's amax are reductions in registers. Block norm and 1x128
-scales are the same reductions over a reshaped row. Backward walks rows in a persistent loop and sums the parameter gradients in registers; one small
-reduction over programs ends it, in a fixed order: deterministic. What is also written transposed is in `triton_both`: a row alone cannot be.
+A program keeps whole rows in registers (up to 16384 columns), so mean, rstd and the quantizer's amax are reductions in
+registers. Block norm and 1x128 scales are the same reductions over a reshaped row. Backward walks rows in a persistent
+loop and sums the parameter gradients in registers; a small reduction over programs in a fixed order keeps it
+deterministic. Outputs that are also written transposed need several rows at once: see `triton_both`.
 """
 
 import torch
@@ -29,7 +30,7 @@ from loka.kernels.tile import (
 from loka.kernels.triton_launcher import quick
 
 LAYER, RMS, BLOCK = 0, 1, 2
-# Where scales come from. UNSCALED: of an x in 16 or 32 bits; of an output, that it is not quantised.
+# Scale granularity of x or of the output. UNSCALED: x is 16- or 32-bit, or the output is not quantized.
 UNSCALED, SCALAR, VECTOR, GROUPED = 0, 1, 2, 3
 _UNSCALED = tl.constexpr(0)
 _LAYER = tl.constexpr(0)
@@ -42,7 +43,7 @@ _SIGMOID = tl.constexpr(ACTIVATIONS.index("sigmoid"))
 
 @triton.jit
 def _mean(x, K, ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
-    """Mean over what is normalised together: [ROWS], or [ROWS, blocks]. Columns beyond K are zero."""
+    """Return the mean over each norm group, [ROWS] or [ROWS, blocks]. Columns beyond K are zero."""
     if NORM == _BLOCK:
         BLOCKS: tl.constexpr = WIDE // _WIDTH
         start = tl.arange(0, BLOCKS) * _WIDTH
@@ -54,7 +55,7 @@ def _mean(x, K, ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _spread(value, ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
-    """Repeat a mean over the columns it belongs to."""
+    """Repeat a statistic over the columns of its norm group."""
     if NORM == _BLOCK:
         BLOCKS: tl.constexpr = WIDE // _WIDTH
         return tl.reshape(tl.broadcast_to(value[:, :, None], (ROWS, BLOCKS, _WIDTH)), (ROWS, WIDE))
@@ -64,7 +65,7 @@ def _spread(value, ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def to_values(x, xs_ptr, row, M, X_SCALE: tl.constexpr):
-    """x in float32; an x in FP8 times its scale."""
+    """Convert x to float32, times its scale if it is FP8."""
     if X_SCALE == _UNSCALED:
         return x.to(tl.float32)
     elif X_SCALE == _SCALAR:
@@ -75,9 +76,9 @@ def to_values(x, xs_ptr, row, M, X_SCALE: tl.constexpr):
 
 @triton.jit
 def raise_amax(amax_ptr, largest):
-    """*amax = max(*amax, largest). Nearly all programs find a larger value there already, and need no atomic on the one address all share.
+    """Set *amax = max(*amax, largest). Floats >= 0 are ordered like their bits.
 
-    Floats that are not negative are ordered as their bits are.
+    Nearly all programs find a larger value there already and need no atomic on the address they all share.
     """
     seen = tl.load(amax_ptr)
     bits = largest.to(tl.int32, bitcast=True)
@@ -86,8 +87,10 @@ def raise_amax(amax_ptr, largest):
 
 @triton.jit
 def _largest(y, row, M, EVEN: tl.constexpr, PREROUND: tl.constexpr):
-    """max |y| over the finite values of the rows below M (EVEN: all of them); columns beyond K are zero. A maximum skips NaN, so one instruction an element finds it, and only a program that meets an
-    Inf looks again."""
+    """Return the amax of the rows below M (EVEN: all rows are). Columns beyond K are zero.
+
+    A maximum skips NaN, so it takes one instruction per element; only a program that meets an Inf looks again.
+    """
     if not EVEN:  # rows beyond M hold the bias
         y = tl.where((row < M)[:, None], y, 0.0)
     if PREROUND:
@@ -112,9 +115,10 @@ def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.con
 @triton.jit
 def _quantize(y, s_ptr, row, M, K, ROWS: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
               CLEAN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """Whole rows in FP8; scales that are made here are stored.
+    """Quantize whole rows; scales that are made here are stored.
 
-    After a norm nothing is infinite (an Inf in x makes its block NaN), unless a parameter is: CLEAN says that there is none. A maximum skips NaN.
+    After a norm nothing is infinite (an Inf in x makes its block NaN), unless a parameter is. CLEAN asserts that there
+    are no parameters. A maximum skips NaN.
     """
     PLAIN: tl.constexpr = CLEAN and not PREROUND
     if SCALE == _SCALAR:
@@ -144,11 +148,8 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, 
              WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
              X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, DROP: tl.constexpr,
              PREROUND: tl.constexpr):  # fmt: skip
-    K, stride_x, stride_r = (
-        K // ALIGN * ALIGN,
-        stride_x // ALIGN * ALIGN,
-        stride_r // ALIGN * ALIGN,
-    )  # as in quantize: whole vectors
+    # as in `quantize`: tells the compiler that whole vectors can be loaded
+    K, stride_x, stride_r = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, stride_r // ALIGN * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
     if FULL:
@@ -157,7 +158,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, 
         inside = (row < M)[:, None] & (column < K)[None, :]
     offset = row[:, None] * K + column[None, :]
     h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
-    if WEIGHT:  # asked for before the sums, which wait for x: 3 of 36 us of a row of 3072
+    if WEIGHT:  # loaded before the reductions, which wait for x: saves 3 of 36 us for rows of 3072
         w = tl.load(w_ptr + column, column < K, other=0.0)
     if BIAS:
         b = tl.load(b_ptr + column, column < K, other=0.0)
@@ -186,7 +187,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, 
     if AMAX:
         raise_amax(amax_ptr, _largest(y, row, M, EVEN, PREROUND))
     if DROP:
-        if SCALE == _SCALAR:  # a code or zero; the factor is in the scale
+        if SCALE == _SCALAR:  # keep or zero a code; the factor 1 / (1 - p) is in the scale
             y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, 1.0)
             tl.store(made_ptr, tl.load(s_ptr) * upscale, tl.program_id(0) == 0)
         else:
@@ -275,7 +276,7 @@ def _rows_per_program(wide: int) -> int:
 
 
 def scale_source(scale: Tensor | None) -> int:
-    """Where the scales of an x come from: it has none, one, or one a row."""
+    """Return the code of x's scale granularity: none, one, or one per row."""
     return UNSCALED if scale is None else VECTOR if scale.numel() > 1 or scale.dim() == 2 else SCALAR
 
 
@@ -312,10 +313,11 @@ def backward(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
     amax: Tensor | None, *, norm: int, activation: int, dropout: Dropout | None = None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Launch the backward kernel; dx has the type of h, or of dy where h is FP8."""
+    """Launch the backward kernel; dx has the dtype of h, or of dy if h is FP8."""
     m, k = dy.shape
     wide = max(256, next_power_of_2(k))
-    # one program a multiprocessor with as many warps as hold two wide rows: parameters and their sums are in registers once, and few partial sums are left to add
+    # Wide rows: one program per multiprocessor, with enough warps for two rows. Parameters and their gradient sums are
+    # in registers only once, and few partial sums are left to add.
     rows = 2 if wide >= 2048 else max(1, _rows_per_program(wide) // 2)
     many = rows * wide >= 8192
     programs = min(processors(dy.device) * (1 if many else 2 if wide >= 2048 else 8), cdiv(m, rows))

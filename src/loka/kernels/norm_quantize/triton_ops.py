@@ -1,7 +1,4 @@
-"""norm_quantize as torch ops. `amax` is raised in place.
-
-The four ops come as pairs: with and without the transpose, forward and backward.
-"""
+"""norm_quantize as torch ops: forward and backward, each with and without the transpose. `amax` is raised in place."""
 
 import torch
 from torch import Tensor
@@ -22,7 +19,7 @@ def norm_quantize(
     norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
     seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, scale, h, y, mean, rstd. scale: made here, which with dropout (a seed) a given one is too."""
+    """Return q, scale, h, y, mean, rstd. A given scale is returned only with dropout (a seed), times its factor."""
     results = kernels.forward(
         x, x_scale, residual, weight, bias, scale, amax,
         norm=norm, activation=activation, eps=eps, dtype=dtype, source=source, pow2=pow2, out_dtype=out_dtype,
@@ -56,7 +53,7 @@ def norm_gradient(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
     amax: Tensor | None, norm: int, activation: int, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dweight, dbias."""
+    """Return dx, dweight, dbias."""
     results = kernels.backward(
         dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm=norm, activation=activation, dropout=draw_from(seed, p, stream)
     )  # fmt: skip
@@ -80,7 +77,7 @@ def norm_quantize_both(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
     norm: int, activation: int, eps: float, dtype: torch.dtype, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, q^T, the scale with dropout's factor, mean, rstd."""
+    """Return q, q^T, the scale times dropout's factor, mean, rstd."""
     results = both.forward_both(
         x, x_scale, weight, bias, scale, amax, norm=norm, activation=activation, eps=eps, dtype=dtype, dropout=draw_from(seed, p, stream)
     )  # fmt: skip
@@ -101,7 +98,7 @@ def norm_gradient_both(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
     amax: Tensor | None, norm: int, activation: int, dtype: torch.dtype, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dx^T, dweight, dbias."""
+    """Return dx, dx^T, dweight, dbias."""
     results = both.backward_both(
         dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm=norm, activation=activation, dtype=dtype, dropout=draw_from(seed, p, stream)
     )  # fmt: skip
