@@ -119,4 +119,4 @@ def test_models_in_memory_cannot_be_reloaded() -> None:
     ).background() as server:
         status, _, body = post(server.admin_url or "", {"folder": "x"}, path="/reload")
         assert status == 409
-        assert "nothing to reload with" in body["error"]["message"]
+        assert "no opener to reload with" in body["error"]["message"]

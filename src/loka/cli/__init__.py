@@ -123,7 +123,7 @@ def _mount() -> None:
 _mount()
 
 
-# Newer versions of typer vendor click, older ones import it. BadParameter derives from the right ClickException in both.
+# Newer versions of typer vendor click, older ones import it; BadParameter derives from the right ClickException.
 _COMMAND_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 

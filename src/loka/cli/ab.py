@@ -2,7 +2,7 @@
 
     loka ab runs/onerec runs/onerec-fp8                  two generative recommenders, on the test users of their data
     loka ab runs/onerec runs/onerec-fp8 --users 500 --margin 0.01 --top 10 --out ab.json
-    loka ab base.jsonl candidate.jsonl --margin 0.005    any two models; one line per user: {"user": 7, "recall@10": 0.1}
+    loka ab base.jsonl candidate.jsonl --margin 0.005    any models; one line per user: {"user": 7, "recall@10": 0.1}
     loka ab --online runs/ab --margin 0.01               an experiment of loka serve A B --events runs/ab, at any time
 
 Reported per metric: both means, the relative change with a 95 % interval paired by user, the minimum detectable effect

@@ -4,10 +4,10 @@
     loka analyze runs/onerec runs/ranker model.safetensors    a recommender, a `loka train` run, any checkpoint on disk
     loka analyze runs/onerec pkg.module:factory --out analysis.json
 
-Reported per layer: variance, AbsMax, AbsP99, kurtosis, and the range inside scaling groups; per trained model: a verdict,
-LLM-like, ranker-like or between. Activations come from a few batches of the model's data (--batches); a file has weights
-only. Published values of rankers and language models are printed for comparison; they are not measured here.
-`loka report analysis.json` plots the record. Exit 2 if the request is invalid.
+Reported per layer: variance, AbsMax, AbsP99, kurtosis, and the range inside scaling groups; per trained model: a
+verdict, LLM-like, ranker-like or between. Activations come from a few batches of the model's data (--batches); a file
+has weights only. Published values of rankers and language models are printed for comparison; they are not measured
+here. `loka report analysis.json` plots the record. Exit 2 if the request is invalid.
 """
 
 from __future__ import annotations

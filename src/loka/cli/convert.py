@@ -4,9 +4,10 @@
     loka convert wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out converted
     loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'
 
---out receives three files: model.safetensors, a plain state_dict with the original names and values; scales.safetensors,
-the state of delayed or static scales (absent if all scales are dynamic); conversion.json, the record of what was
-converted, what was kept and why. The record notes the loss of one batch before and after, as a quick check only.
+--out receives three files: model.safetensors, a plain state_dict with the original names and values;
+scales.safetensors, the state of delayed or static scales (absent if all scales are dynamic); conversion.json, the
+record of what was converted, what was kept and why. The record notes the loss of one batch before and after, as a quick
+check only.
 """
 
 from pathlib import Path

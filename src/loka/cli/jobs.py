@@ -132,7 +132,7 @@ class SequenceJob:
         return found
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean cross-entropy of each user's held-out items; 0 for a user without any, in every model alike."""
+        """Return the mean cross-entropy of each user's held-out items; 0 for a user without any."""
         user, item = self._targets(batch)
         scores = torch.log_softmax(self._scores(model, batch, last=True)[:, 1:], dim=1)
         return self._mean_by_user(-scores[user, item - 1], batch, user)

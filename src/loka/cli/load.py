@@ -5,9 +5,9 @@
     loka load http://127.0.0.1:8000 --model ranker --rate 50 --seconds 10 --rows 512
 
 Requests are sent on schedule and latency counts from the scheduled time, so a server that stalls cannot delay the load
-and hide the stall. Requests are random; their users are marked as simulated, and the server records that. Exit 1 if more
-than --late of the accepted requests were late, a connection broke, or the server rejected requests (any status but 200
-and 429, which is load shedding); 2 if the request is invalid.
+and hide the stall. Requests are random; their users are marked as simulated, and the server records that. Exit 1 if
+more than --late of the accepted requests were late, a connection broke, or the server rejected requests (any status but
+200 and 429, which is load shedding); 2 if the request is invalid.
 """
 
 from __future__ import annotations

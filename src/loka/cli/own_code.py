@@ -1,8 +1,8 @@
 """Load and call a user's own code, named `pkg.module:name` on the command line.
 
-Modules are searched in the working folder first, as with `python -m`. stdout is for results, so whatever the user's code
-prints while it is imported, called or iterated goes to stderr. An exception raised in the user's code is reported as
-such, with file and line (`blame`), not as an internal error of loka.
+Modules are searched in the working folder first, as with `python -m`. stdout is for results, so whatever the user's
+code prints while it is imported, called or iterated goes to stderr. An exception raised in the user's code is reported
+as such, with file and line (`blame`), not as an internal error of loka.
 """
 
 import os
@@ -61,8 +61,8 @@ def forget() -> None:
 def blame(error: BaseException) -> str | None:
     """Return where in the user's own code an exception was raised (file and line), or None if it was raised in loka.
 
-    The innermost frame of either decides; frames of torch and other libraries are skipped. So a wrong shape in the user's
-    forward is the user's error, and an error in a converted linear that it calls is loka's.
+    The innermost frame of either decides; frames of torch and other libraries are skipped. So a wrong shape in the
+    user's forward is the user's error, and an error in a converted linear that it calls is loka's.
     """
     found = None
     for frame, line in walk_tb(error.__traceback__):

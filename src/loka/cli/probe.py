@@ -3,7 +3,7 @@
     loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json
     loka probe --model hstu:small --data ml-1m --steps 300 --metric recall@10 --out hstu.json
     loka probe --model mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --steps 50 --samples 10 --out mine.json
-    loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json --resume        after Ctrl-C, or to evaluate again
+    loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json --resume    after Ctrl-C, or to reevaluate
 
 stdout carries the table (with `--json` the record). `--out` is the report. After training or at Ctrl-C the state of the
 model, its optimizer and the probe is written next to it, to `<out>.state.safetensors`; `--resume` continues from there.

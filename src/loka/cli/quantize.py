@@ -1,15 +1,15 @@
 """`loka quantize`: post-training FP8 quantization of a trained model.
 
-    loka quantize runs/onerec --out runs/onerec-fp8                              a recommender of loka train --model onerec
+    loka quantize runs/onerec --out runs/onerec-fp8                              from loka train --model onerec
     loka quantize runs/onerec --out runs/onerec-fp8 --bound 0.002 --users 400    within a bound on the likelihood
     loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors
     loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001
 
-A recommender's folder becomes a folder, any other model one safetensors file. With --bound, every site is measured alone
-on the validation split (negative log-likelihood of held-out items, or the loss of the data set), then all together; the
-most harmful sites stay in 16-bit until the upper end of the interval is within the bound. Recipes: tensorwise, rowwise,
-blockwise, onerec, onerec_rows and onerec_mixed (`loka.dispatch.recipe`). Exit 1 if the bound can only be met by
-quantizing nothing; 2 if the request is invalid.
+A recommender's folder becomes a folder, any other model one safetensors file. With --bound, every site is measured
+alone on the validation split (negative log-likelihood of held-out items, or the loss of the data set), then all
+together; the most harmful sites stay in 16-bit until the upper end of the interval is within the bound. Recipes:
+tensorwise, rowwise, blockwise, onerec, onerec_rows and onerec_mixed (`loka.dispatch.recipe`). Exit 1 if the bound can
+only be met by quantizing nothing; 2 if the request is invalid.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Mods in `loka train`: applied before training, or to a trained model, followed by a fine-tune to recover its quality.
 
-    loka train --mods no_bias,block_norm,hard_swish                                    a new model with mods
-    loka train --from runs/a/checkpoints/step-00001000 --mods block_norm --steps 200    a trained model, then a fine-tune
+    loka train --mods no_bias,block_norm,hard_swish                                     a new model
+    loka train --from runs/a/checkpoints/step-00001000 --mods block_norm --steps 200    a trained one, fine-tuned
 
-With `--from`, test metrics are measured three times: before the mods, right after them, and after the fine-tune. They are
-written to mods.json together with the list of changes. If the keys of the checkpoint are not those of the original model,
-it is taken for a checkpoint of the modified one: the mods are applied first, then it is loaded.
+With `--from`, test metrics are measured three times: before the mods, right after them, and after the fine-tune. They
+are written to mods.json together with the list of changes. If the keys of the checkpoint are not those of the original
+model, it is taken for a checkpoint of the modified one: the mods are applied first, then it is loaded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Rewrite:
 
 
 def rewrite(network: Ranker, names: str, dataset: RankingData, weights: Path | None, settings: TrainConfig) -> Rewrite:
-    """Load the weights, if any, and apply the mods; measure the test split before and after if the weights are unmodified."""
+    """Load the weights, if any, and apply the mods; test before and after if the weights are of the original model."""
     from loka import mods
     from loka.training import read_checkpoint
 

@@ -1,8 +1,8 @@
 """`loka report`: make the HTML page of a job from its records, or compare two jobs side by side.
 
     loka report runs/demo/records --out report.html
-    loka report runs/demo/records --add benchmarks/results/h200/scaled_mm.json         with a kernel benchmark and its roofline
-    loka report runs/a/records runs/b/records --out compare.html                       two jobs on one page
+    loka report runs/demo/records --add benchmarks/results/h200/scaled_mm.json    with a kernel benchmark and roofline
+    loka report runs/a/records runs/b/records --out compare.html                  two jobs on one page
 
 stdout carries the path of the page. Exit 2 if a file is damaged or not a record; the message names it.
 """

@@ -9,8 +9,8 @@
     loka serve --check http://127.0.0.1:8000                               is it ready, and does it accept this client
 
 It binds to localhost by default. Metrics, a live page and reloads are on --admin-port, always on localhost. SIGTERM
-drains the server, SIGHUP reloads the bundles. Exit 1 if --check finds a server that is not ready or rejects this client;
-2 if the request is invalid.
+drains the server, SIGHUP reloads the bundles. Exit 1 if --check finds a server that is not ready or rejects this
+client; 2 if the request is invalid.
 """
 
 from __future__ import annotations

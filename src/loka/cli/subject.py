@@ -7,15 +7,15 @@
     --loss pkg.module:fn            fn(output, targets) -> one loss per example, or their mean; default: BCE of logits
 
 A user's callable receives only the arguments that it has parameters for: `batches` may take split ("train", "valid",
-"test"), batch_size and seed; `factory` may take seed, and schema if the data is built in. Inputs that are a Tensor become
-one argument of the model, a tuple *args, a dict **kwargs. If `batches` takes no split, there is no held-out data, and
-`held_out` is False.
+"test"), batch_size and seed; `factory` may take seed, and schema if the data is built in. Inputs that are a Tensor
+become one argument of the model, a tuple *args, a dict **kwargs. If `batches` takes no split, there is no held-out
+data, and `held_out` is False.
 
 A sequence model (hstu) reads the sequences of a data set, trains to predict the next item at every position, and is
 scored on the held-out items.
 
-All verbs open models here, so that they accept the same names. `own_code` finds and calls a user's code, `jobs` runs and
-scores batches.
+All verbs open models here, so that they accept the same names. `own_code` finds and calls a user's code, `jobs` runs
+and scores batches.
 """
 
 import sys
@@ -69,7 +69,7 @@ class Subject:
             yield move(batch, self.device)
 
     def stream(self, split: str = "train", *, skip: int = 0) -> Iterator[Any]:
-        """Yield batches endlessly, pass after pass, leaving out the first `skip`. A pass without a batch is an error."""
+        """Yield batches endlessly, pass after pass, without the first `skip`. A pass without a batch is an error."""
         epoch = 0
         while True:
             count = 0

@@ -289,7 +289,7 @@ def check_tables(
 
 
 def read_distribution(distributed: bool, *, rows: str | None, **options: str | None) -> Distribution | None:
-    """Return how the model is distributed over ranks, or None for a single process, which takes none of these options."""
+    """Return how the model is distributed over ranks; None for a single process, which takes none of these options."""
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if not distributed:
         if given:

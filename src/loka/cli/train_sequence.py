@@ -3,8 +3,8 @@
     loka train --model hstu --config small --data amazon-2018-scientific --steps 1000 --batch-size 256 --out runs/h
     loka train --model onerec --config small --data amazon-2018-scientific --steps 2000 --set items=true --out runs/o
 
-For HSTU an example is a user's history, for OneRec one item of a history and the items before it. Besides the options of
-the model, `--set` takes
+For HSTU an example is a user's history, for OneRec one item of a history and the items before it. Besides the options
+of the model, `--set` takes
 
     beams=50            OneRec: width of the beam search that ranks the held-out item
     ids=NAME            OneRec: an index that comes with the data, or a file written by `SemanticIndex.save`; default:

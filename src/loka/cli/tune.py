@@ -3,15 +3,16 @@
     loka tune wukong:tiny --out runs/tuned --train-steps 40 --seconds 60
     loka tune mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out runs/mine
     loka tune wukong:tiny --target "NVIDIA H200" --row-factor 16 --train-steps 40 --out runs/planned
-    loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served   # then loka serve runs/served/ranker
+    loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served  # then loka serve runs/served/ranker
 
 Observes the model, chooses the fastest safe implementation of each unit, verifies the whole model against 16-bit, and
 writes plan.json, conversion.json, tuning.json and report.html to `--out`. With `--serve`, a ranking model on a built-in
-data set is also written to ranker/, for `loka serve` and `loka export`. Measurements are saved at once: after Ctrl-C the
-same command continues. With `--target`, for a GPU that is not in this machine, units are chosen by estimated speeds and
-labelled so; it is the plan to try first there. The model should be trained: `--checkpoint` loads weights,
+data set is also written to ranker/, for `loka serve` and `loka export`. Measurements are saved at once: after Ctrl-C
+the same command continues. With `--target`, for a GPU that is not in this machine, units are chosen by estimated speeds
+and labelled so; it is the plan to try first there. The model should be trained: `--checkpoint` loads weights,
 `--train-steps` trains first. stdout carries the table (with `--json` the record). Exit 0 if something was converted, or
-rewritten in 16-bit (the first line says which); 1 if the model is unchanged (stdout says why); 2 if the request is invalid.
+rewritten in 16-bit (the first line says which); 1 if the model is unchanged (stdout says why); 2 if the request is
+invalid.
 """
 
 import sys
@@ -124,7 +125,7 @@ def tune(
 
 
 def _write_ranker(tuned: Any, subject: Any, folder: Path, options: dict[str, Any]) -> None:
-    """Write the tuned model for `loka serve`, if it reads the columns of a built-in data set, which describe requests."""
+    """Write the tuned model for `loka serve`, if it reads the columns of a built-in data set, which define requests."""
     from loka.cli.jobs import RankingJob
     from loka.cli.subject import split_name
     from loka.serving import save_ranker

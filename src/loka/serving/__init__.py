@@ -1,9 +1,10 @@
-"""serving: answers inside a deadline, over HTTP.
+"""Serve models over HTTP within a latency deadline.
 
     Server(open_model("runs/onerec"), sla=0.05, port=8000).run()          # or: loka serve runs/onerec --sla 50ms
 
-One process by default: an ASGI front (`Front`), a runner per model with its `Scheduler`, an operator's port. A model is anything with the methods of
-`Servable`: a OneRec bundle, a frozen ranker, or your own. Names are resolved on first use: the load generator and `--check` need no torch.
+One process by default: an ASGI application (`Front`), a runner with a `Scheduler` per model, and an admin port. A model
+is anything that implements `Servable`: a OneRec bundle, a frozen ranker, or your own. Names are imported on first use,
+so that the load generator and `loka serve --check` do not import torch.
 """
 
 from importlib import import_module

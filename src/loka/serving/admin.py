@@ -1,8 +1,8 @@
-"""The operator's port, on localhost: metrics, a live page, reload. None of it is on the public port.
+"""The admin port, on localhost by default: metrics, a live page, reload. None of it is on the public port.
 
-GET  /metrics          Prometheus
-GET  /                 the live page;  GET /stats.json is what it draws
-POST /reload           {"folder": "runs/new", "arm": "..."}; with a token where the server has tokens
+GET  /metrics          Prometheus metrics
+GET  /                 the live page;  GET /stats.json is its data
+POST /reload           {"folder": "runs/new", "arm": "..."}; needs a token if the server has tokens
 """
 
 from importlib.resources import files
@@ -18,18 +18,18 @@ from loka.serving.runner import Refused
 
 
 class Reload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of `POST /reload`."""
+    """Body of `POST /reload`: the folder of the new model, and the arm it replaces (default: the first)."""
 
     folder: Annotated[str, Meta(min_length=1, max_length=4096)]
     arm: str | None = None
 
 
 class Admin(Front):
-    """The application of the operator's port.
+    """The ASGI application of the admin port.
 
     Args:
         front: the public application, whose service and tokens are used.
-        guarded: ask for a token everywhere, not only for reloads.
+        guarded: require a token for every request, not only for reloads.
     """
 
     def __init__(self, front: Front, *, guarded: bool = False) -> None:
@@ -62,7 +62,7 @@ class Admin(Front):
 
     async def _reload(self, call: Call) -> None:
         call.kind = wire.content_type(call.header(b"content-type"), call.header(b"content-encoding"))
-        asked = self._reloads.decode(await self._body(call), call.kind)
+        asked = self._reloads.decode(await self._read_body(call), call.kind)
         try:
             found = await self.service.reload(asked.arm or self.service.first.arm, asked.folder)
         except ValueError as error:
@@ -70,7 +70,7 @@ class Admin(Front):
         await self._send(call, 200, found)
 
     def stats(self) -> dict[str, Any]:
-        """What the live page draws."""
+        """Return the data of the live page."""
         arms = [
             {"arm": arm, "ready": r.ready, "hung": r.hung, "queue": 0 if r.scheduler is None else len(r.scheduler),
              "captured_since_ready": r.captured_since_ready, "name": r.model.name, "version": r.model.version,

@@ -1,4 +1,4 @@
-"""One HTTP request on its way, and what a client may use."""
+"""One HTTP request in flight, and the limits of a client."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,21 +12,25 @@ from loka.serving import wire
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-DISCONNECT = "loka.disconnect"  # scope key: a list of functions that our listener calls when the connection is lost
+DISCONNECT = "loka.disconnect"  # ASGI scope key: functions that our listener calls when the connection is lost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one client may use.
+    """Limits on what clients may use.
 
     Args:
-        body: bytes of a request's body.
-        body_seconds: to send it.
-        header_seconds: to send a request's head.
-        header_bytes: of it.
-        connections: open at a time.
-        keep_alive: seconds that an idle connection is kept.
-        grace: seconds beyond its deadline after which a request is given up, if the engine hangs.
+        body: largest request body, in bytes.
+        body_seconds: time to send the body.
+        header_seconds: time to send the request head.
+        header_bytes: largest request head.
+        connections: open connections in total.
+        keep_alive: seconds that an idle connection is kept open.
+        grace: seconds past its deadline after which a request is given up, in case the engine hangs.
+
+    Example:
+        >>> Limits(body=64 * 1024).connections
+        2048
     """
 
     body: int = 2 * 2**20
@@ -44,7 +48,7 @@ class Limits:
 
 
 class Outcome(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of `POST /v1/outcome`."""
+    """Body of `POST /v1/outcome`: an event such as a click, for the answer with this request id."""
 
     request_id: Annotated[str, Meta(min_length=1, max_length=128)]
     name: Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.@-]{0,63}$")]
@@ -54,7 +58,7 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way."""
+    """One HTTP request in flight."""
 
     scope: Scope
     receive: Receive
@@ -64,9 +68,9 @@ class Call:
     request_id: str
     kind: str = wire.JSON
     model: str = "-"
-    after: Callable[..., None] | None = None  # run once the answer has left, with its `status`
+    after: Callable[..., None] | None = None  # called with `status` once the response is sent
 
     def header(self, name: bytes) -> str | None:
-        """A header as text."""
+        """Return a header as text, or None."""
         found = self.headers.get(name)
         return None if found is None else found.decode("latin-1")

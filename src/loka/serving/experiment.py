@@ -1,11 +1,14 @@
-"""Experiments on live traffic: who gets which arm, and what is written down about it.
+"""Experiments on live traffic: assign users to arms and log events.
 
-Assignment is sticky and needs no table: the arm of a user is where  blake2b(salt, user) / 2^64  falls in the cumulated shares. Another salt draws anew.
+Assignment is sticky and stateless: a user's arm is where  blake2b(salt, user) / 2^64  falls in the cumulative shares.
+Another salt gives a new assignment.
 
-Events are JSON lines in a folder, one file a process. An exposure is written once per request id, after the answer was handed to the network: a proxy sends a request again only where a
-dead replica had said nothing, and then that replica has written nothing either. Whoever asks again under the same id is not counted twice by one process, and the reader leaves out ids that several wrote.
+Events are JSON lines in a folder, one file per process. An exposure is written once per request id, after the response
+was handed to the network. A proxy retries a request only if a dead replica sent no bytes, and such a replica has
+written no event. Repeated request ids are counted once: by the process that sees both, otherwise by the reader.
 
-    {"event": "exposure", "at": ..., "request_id": ..., "user": ..., "arm": "B", "ms": 12.1, "status": 200, "empty": false, "simulated": false}
+    {"event": "exposure", "at": ..., "request_id": ..., "user": ..., "arm": "B", "ms": 12.1, "status": 200,
+     "empty": false, "simulated": false}
     {"event": "outcome", "at": ..., "request_id": ..., "user": ..., "name": "click", "value": 1.0}
     {"event": "shadow", "at": ..., "request_id": ..., "arm": "B", "ms": 14.0, "overlap": 0.9}
 """
@@ -23,17 +26,17 @@ from typing import Any
 
 import msgspec
 
-REMEMBERED = 200_000  # request ids that a process recognises
+REMEMBERED = 200_000  # recent request ids that a process keeps, to recognize repeated ones
 
 
 @dataclass(frozen=True)
 class Split:
-    """How requests are shared out between the arms of an experiment.
+    """The split of users over the arms of an experiment.
 
     Args:
-        names: of the arms; the first is the baseline.
-        shares: positive numbers; they are normalised.
-        salt: names this experiment; the same user falls anew under another one.
+        names: arms; the first is the baseline.
+        shares: share of each arm; positive numbers, normalized to sum to one.
+        salt: name of the experiment; another salt assigns users anew.
 
     Example:
         >>> Split(("a", "b"), (95, 5), "autumn").arm("user-7") in ("a", "b")
@@ -47,15 +50,15 @@ class Split:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.shares) or len(set(self.names)) < len(self.names) or not self.names:
             raise ValueError(
-                f"arms {self.names} with shares {self.shares}: expected one share per arm, names that differ"
+                f"arms {self.names} with shares {self.shares}: expected one share per arm, and different names"
             )
         if not all(math.isfinite(share) and share > 0 for share in self.shares):
             raise ValueError(f"shares {self.shares}: expected positive numbers")
         if not self.salt:
-            raise ValueError("an experiment needs a salt, so that its assignment is its own")
+            raise ValueError("an experiment needs a salt, so that its assignment is independent of others")
 
     def arm(self, user: str | int) -> str:
-        """The user's arm, always the same."""
+        """Return the arm of a user, always the same."""
         key = hashlib.blake2b(self.salt.encode(), digest_size=32).digest()
         point = int.from_bytes(hashlib.blake2b(str(user).encode(), digest_size=8, key=key).digest(), "big") / 2**64
         total, reached = sum(self.shares), 0.0
@@ -67,11 +70,14 @@ class Split:
 
 
 class EventLog:
-    """Appends events to a file of this process, each line in one write.
+    """Append events to this process's own file, each line in one write.
 
     Args:
-        folder: made where it is missing. `experiment.json` in it names arms, shares and salt; another experiment's folder is refused.
+        folder: created if missing. Its `experiment.json` holds arms, shares and salt, which must match.
         split: the experiment.
+
+    Example:
+        >>> EventLog("runs/ab", Split(("a", "b"), (95, 5), "autumn"))                   # doctest: +SKIP
     """
 
     def __init__(self, folder: str | Path, split: Split) -> None:
@@ -79,17 +85,17 @@ class EventLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         described = {"arms": list(split.names), "shares": list(split.shares), "salt": split.salt}
         header, own = self.folder / "experiment.json", f"{platform.node()}-{os.getpid()}-{time.time_ns()}"
-        if not header.exists():  # replicas begin together: it must be whole when another one sees it
+        if not header.exists():  # replicas start together, so the file must appear atomically
             draft = self.folder / f".experiment-{own}"
             draft.write_bytes(msgspec.json.encode(described))
             draft.replace(header)
         if msgspec.json.decode(header.read_bytes()) != described:
-            raise ValueError(f"{header} is of another experiment; hint: a folder per experiment, or remove it")
+            raise ValueError(f"{header} is of another experiment; hint: use one folder per experiment, or remove it")
         self._file = (self.folder / f"events-{own}.jsonl").open("ab", buffering=0)
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def write(self, event: str, request_id: str, **fields: Any) -> bool:
-        """Write one event; False when this process wrote one of this kind for this id already."""
+        """Write one event; return False if this process has already written one of this kind for this id."""
         key = (f"{event}:{fields['name']}" if event == "outcome" else event, request_id)
         if key in self._seen:
             return False
@@ -101,12 +107,12 @@ class EventLog:
         return True
 
     def close(self) -> None:
-        """No more events."""
+        """Close the file."""
         self._file.close()
 
 
 def check_arms(names: Sequence[str], *, split: Split | None, shadow: bool) -> None:
-    """Refuse models that nothing spreads the requests over."""
+    """Raise ValueError unless the split or shadow mode fits the models."""
     if len(names) > 1 and split is None and not shadow:
         raise ValueError(f"{len(names)} models need a split, or shadow mode; hint: --split 95,5 --salt NAME")
     if split is not None and set(split.names) != set(names):
@@ -116,12 +122,12 @@ def check_arms(names: Sequence[str], *, split: Split | None, shadow: bool) -> No
 
 
 def open_log(folder: str | Path | None, names: Sequence[str], split: Split | None) -> EventLog | None:
-    """The log of an experiment over these arms; None without a folder."""
+    """Open the event log of an experiment over these arms; None without a folder."""
     if folder is None:
         return None
     return EventLog(folder, split or Split(tuple(names), tuple(1.0 for _ in names), "shadow"))
 
 
 def overlap(first: Sequence[Any], second: Sequence[Any]) -> float | None:
-    """Share of the first list that the second has too."""
+    """Return the share of the first list that is also in the second, or None if the first is empty."""
     return len(set(first) & set(second)) / len(first) if first else None

@@ -1,12 +1,12 @@
-"""The public face: an ASGI application, without a framework.
+"""The public ASGI application, written without a framework.
 
     POST /v1/recommend                 the model's own request, JSON or MessagePack
-    POST /v1/outcome                   what became of an answer (click, purchase, ...), while an experiment runs
-    GET  /v2/health/live, ready        without a token: orchestrators ask these
+    POST /v1/outcome                   the outcome of an answer (click, purchase, ...), during an experiment
+    GET  /v2/health/live, ready        without a token, for orchestrators
     GET  /v2, /v2/models/NAME[/ready]  Open Inference Protocol;  POST /v2/models/NAME/infer
 
-Every answer carries `x-request-id`, the client's own where it sent one. Errors have a JSON body {"error": {"reason", "message", "path"}, "request_id"}. There is nothing to administrate here: that is loka.serving.admin, on
-another port.
+Every response has an `x-request-id`: the client's, if it sent one. Errors have a body {"error": {"reason", "message",
+"path"}, "request_id"}, in JSON or MessagePack like the request. Administration is on another port (loka.serving.admin).
 """
 
 import asyncio
@@ -33,11 +33,14 @@ class Front:
     """The public ASGI application: routes, limits, errors.
 
     Args:
-        service: what answers.
-        tokens: who may ask; None: everybody.
-        limits: what a client may use.
-        manage: start and stop the service in the ASGI lifespan, for servers that are not ours.
-        verbose: log every answer, not only those that are no result.
+        service: the models that answer.
+        tokens: accepted bearer tokens; None: no token is required.
+        limits: limits on what clients may use.
+        manage: start and stop the service in the ASGI lifespan, for use with other ASGI servers.
+        verbose: log every response, not only server errors.
+
+    Example:
+        >>> app = Front(Service(open_model("runs/onerec"), policy=Policy(sla=0.05)))    # doctest: +SKIP
     """
 
     def __init__(
@@ -54,15 +57,15 @@ class Front:
         self._outcomes = wire.Codec(Outcome)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle an ASGI lifespan or HTTP scope."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._handle_lifespan(receive, send)
         elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
+            await self._handle_http(scope, receive, send)
         else:
-            raise ValueError(f"no {scope['type']} here")
+            raise ValueError(f"ASGI scope {scope['type']!r} is not supported; expected http or lifespan")
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _handle_lifespan(self, receive: Receive, send: Send) -> None:
         starting: asyncio.Task[None] | None = None
         while True:
             message = await receive()
@@ -78,7 +81,7 @@ class Front:
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = self.service.clock() - self.service.lag
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -92,7 +95,7 @@ class Front:
             await self._refuse(call, refused)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # the cause is logged; the client gets an id to ask with
+        except Exception as error:  # the cause is logged; the client gets only the request id
             log.exception("failed", extra={"fields": {"request_id": call.request_id}})
             await self._refuse(call, Refused(500, "internal", f"{type(error).__name__}; see the log"))
 
@@ -111,7 +114,7 @@ class Front:
         elif path == "/v2" or path.startswith("/v2/models/"):
             await self._v2(call, method, path)
         else:
-            raise Refused(404, "path", "there is nothing here; POST /v1/recommend, GET /v2")
+            raise Refused(404, "path", "unknown path; expected POST /v1/recommend or GET /v2")
 
     async def _expect(self, call: Call, method: str, handler: Callable[[Call], Awaitable[None]]) -> None:
         if call.scope["method"] != method:
@@ -119,12 +122,12 @@ class Front:
         await handler(call)
 
     async def _recommend(self, call: Call) -> None:
-        self._breathe()
+        self._shed_if_lagging()
         call.kind = wire.content_type(call.header(b"content-type"), call.header(b"content-encoding"))
-        request = self.service.codec.decode(await self._body(call), call.kind)
+        request = self.service.codec.decode(await self._read_body(call), call.kind)
         runner = self.service.choose(request)
         ticket, answer = await self._run(call, request, runner)
-        assert ticket.model is not None  # it ran
+        assert ticket.model is not None  # set when it was submitted
         body = {
             "request_id": call.request_id, "model": ticket.model.name, "version": ticket.model.version, "arm": runner.arm,
             **msgspec.structs.asdict(answer),
@@ -132,8 +135,8 @@ class Front:
         await self._send(call, 200, body, ticket=ticket)
         runner.sent(ticket)
 
-    def _breathe(self) -> None:
-        """Shed before reading anything while the event loop itself is later than the SLA: on a starved machine even refusing must be cheap."""
+    def _shed_if_lagging(self) -> None:
+        """Shed before reading the body if the event loop lags by more than the SLA: shedding must be cheap then."""
         lag = self.service.lag
         if lag > self.service.policy.sla:
             self.service.telemetry.count("loka_shed_total", model="-", reason="lag")
@@ -163,14 +166,14 @@ class Front:
         return ticket, answer
 
     async def _wait(self, call: Call, runner: Runner, ticket: Ticket) -> Any:
-        """The answer; a client that goes away cancels, an engine that hangs is not waited for."""
+        """Wait for the answer. Cancel if the client disconnects; give up if the engine hangs."""
         assert ticket.entry is not None  # admitted
         watcher: asyncio.Future[Any] | None = None
         lost = call.scope.get(DISCONNECT)
         if lost is not None:
             lost.append(lambda: runner.cancel(ticket))
         else:
-            watcher = asyncio.ensure_future(self._watch(call, runner, ticket))
+            watcher = asyncio.ensure_future(self._cancel_on_disconnect(call, runner, ticket))
         try:
             async with asyncio.timeout(max(0.0, ticket.entry.deadline - self.service.clock()) + self.limits.grace):
                 return await ticket.future
@@ -179,7 +182,7 @@ class Front:
             raise Refused(503, "engine", "the model did not answer", retry_after=1.0) from error
         except asyncio.CancelledError as error:
             if ticket.future.cancelled():
-                # Ray cancels whoever waits: the future is cancelled, its place in the queue is not
+                # Ray cancels the waiting task and so the future; the entry in the queue must be cancelled too
                 runner.cancel(ticket)
                 raise Refused(499, "gone", "the client went away") from error
             raise
@@ -187,16 +190,16 @@ class Front:
             if watcher is not None:
                 watcher.cancel()
 
-    async def _watch(self, call: Call, runner: Runner, ticket: Ticket) -> None:
+    async def _cancel_on_disconnect(self, call: Call, runner: Runner, ticket: Ticket) -> None:
         while (await call.receive())["type"] != "http.disconnect":
             pass
         runner.cancel(ticket)
 
     async def _outcome(self, call: Call) -> None:
         call.kind = wire.content_type(call.header(b"content-type"), call.header(b"content-encoding"))
-        found = self._outcomes.decode(await self._body(call), call.kind)
+        found = self._outcomes.decode(await self._read_body(call), call.kind)
         if self.service.events is None:
-            raise Refused(404, "path", "no experiment runs, nothing is written down")
+            raise Refused(404, "path", "no experiment is running, outcomes are not recorded")
         fields = {} if found.user is None else {"user": found.user}
         new = self.service.events.write("outcome", found.request_id, name=found.name, value=found.value, **fields)
         await self._send(call, 200, {"request_id": found.request_id, "written": new})
@@ -222,21 +225,21 @@ class Front:
             raise Refused(404, "path", "GET /v2/models/NAME, GET .../ready, POST .../infer")
 
     async def _infer(self, call: Call, runner: Runner) -> None:
-        self._breathe()
-        body = await self._body(call)
+        self._shed_if_lagging()
+        body = await self._read_body(call)
         infer, request = v2.read(body, call.header(b"inference-header-content-length"), runner.model)
         if self.service.split is not None and request.user is not None:
             runner = self.service.choose(request)
         ticket, answer = await self._run(call, request, runner)
-        assert ticket.model is not None  # it ran
+        assert ticket.model is not None  # set when it was submitted
         data, head = v2.write(infer, answer, ticket.model, call.request_id)
         extra = [] if head is None else [(b"inference-header-content-length", str(head).encode())]
         kind = b"application/json" if head is None else b"application/octet-stream"
         await self._write(call, 200, data, [(b"content-type", kind), *extra], ticket=ticket)
         runner.sent(ticket)
 
-    async def _body(self, call: Call) -> bytes:
-        """All of it, within its limits of size and time."""
+    async def _read_body(self, call: Call) -> bytes:
+        """Read the body within the limits of size and time."""
         limit, said = self.limits.body, call.header(b"content-length")
         if said is not None and (not said.isdigit() or int(said) > limit):
             raise Refused(413, "size", f"a body may have {limit} bytes")
@@ -285,17 +288,17 @@ class Front:
         reason: str | None = None,
     ) -> None:
         self.service.telemetry.count("loka_requests_total", model=call.model, code=str(status))
-        if self.verbose or (status >= 500 and reason is not None):  # a probe that asks while it warms is no failure
+        if self.verbose or (status >= 500 and reason is not None):  # no reason: a health check while the model warms up
             self._log(call, status, ticket, reason)
-        if status != 499:  # nobody reads that
+        if status != 499:  # the client is gone
             head = [(b"content-length", str(len(body)).encode()), (b"x-request-id", call.request_id.encode()), *headers]
             await call.send({"type": "http.response.start", "status": status, "headers": head})
             await call.send({"type": "http.response.body", "body": body})
         if call.after is not None:
             try:
                 call.after(status=status)
-            except Exception:  # a full disk: the answer has left, and there is nobody else to tell
-                log.exception("not written down", extra={"fields": {"request_id": call.request_id}})
+            except Exception:  # e.g. a full disk; the response is already sent, so it can only be logged
+                log.exception("event not written", extra={"fields": {"request_id": call.request_id}})
 
     def _log(self, call: Call, status: int, ticket: Ticket | None, reason: str | None) -> None:
         fields: dict[str, Any] = {

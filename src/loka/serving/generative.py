@@ -1,7 +1,8 @@
-"""A OneRec bundle behind a server: histories of items or codes in, items and scores out.
+"""Serve a OneRec bundle: histories of items or codes in, items and scores out.
 
-Items are looked up in a sorted copy of the index, so that translating 3,000 of them costs microseconds; the result is that of `loka.inference.Recommender`.
-What of a history was cut (longer than the model's context) or unknown (no id in the index) is in the answer.
+Items are looked up in a sorted copy of the index, so that translating 3,000 of them takes microseconds; the result
+equals that of `loka.inference.Recommender`. The answer counts items of the history that were cut (beyond the model's
+context) or unknown (not in the index).
 """
 
 import hashlib
@@ -30,14 +31,18 @@ class RecommendRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     """Body of `POST /v1/recommend` for a generative model.
 
     Args:
-        history: item numbers, oldest first; or instead
+        history: item numbers, oldest first. Give either `history` or `codes`.
         codes: the history as codes, little-endian uint16 [items, levels] in base64 (JSON) or as bytes (MessagePack).
-        static: user features, where the model takes them.
-        top: how many items; default: 10, or as many as the search has beams.
+        static: user features, if the model takes them.
+        top: number of items; default: 10, or the number of beams if that is less.
         exclude_seen: leave out items of the history.
         with_codes: also return the items' codes.
-        user: who asks, for experiments.
+        user: id of the user, for experiments.
         timeout_ms: a deadline shorter than the service's own.
+
+    Example:
+        >>> RecommendRequest(history=[12, 40, 7], top=5).top
+        5
     """
 
     history: Annotated[list[Item], Meta(max_length=MOST_ITEMS)] | None = None
@@ -51,7 +56,7 @@ class RecommendRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class Recommended(msgspec.Struct, kw_only=True):
-    """Best first. `cut` and `unknown` count items of the history that were not used."""
+    """An answer, best items first. `cut` and `unknown` count items of the history that were not used."""
 
     items: list[int]
     scores: list[float]
@@ -62,19 +67,19 @@ class Recommended(msgspec.Struct, kw_only=True):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """Whether the answer has no items."""
         return not self.items
 
 
 class GenerativeModel:
-    """A Servable over an Engine.
+    """A `Servable` that runs a OneRec bundle in an `Engine`.
 
     Args:
         bundle: model and index.
-        config: of the engine; `normalize` is taken from the bundle where no config is given.
-        device: where to run.
-        name: as clients know it.
-        version: of these weights; default: from the bundle's content.
+        config: configuration of the engine; without one, `normalize` is taken from the bundle.
+        device: device to run on.
+        name: the name clients use.
+        version: version of these weights.
 
     Example:
         >>> model = GenerativeModel(load_bundle("runs/onerec"), name="onerec")         # doctest: +SKIP
@@ -104,12 +109,12 @@ class GenerativeModel:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """(requests, context)."""
+        """The prepared shapes, (requests, context)."""
         return [Bucket(*bucket) for bucket in self.engine.buckets]
 
     @property
     def captures(self) -> int:
-        """Buckets prepared."""
+        """The number of buckets prepared so far."""
         return self.engine.captures
 
     def warm(self) -> None:
@@ -117,13 +122,13 @@ class GenerativeModel:
         self.engine.warm()
 
     def example(self, bucket: Bucket) -> list[Job]:
-        """Full contexts of random ids."""
+        """Return jobs that fill the bucket with full contexts of random ids."""
         units, context = bucket
         made = make_histories(self.engine.model_config, units, context)
         return [Job(RecommendRequest(top=1), 1, context, (request, request.history.numpy(), ())) for request in made]
 
     def read(self, request: RecommendRequest) -> Job:
-        """Translate to codes; a field that does not fit raises with its path."""
+        """Translate a request to codes; an invalid field raises FieldError with its path."""
         if request.top is not None and request.top > self.engine.config.beams:
             raise FieldError("$.top", f"{request.top}, but the search has {self.engine.config.beams} beams")
         if (request.history is None) == (request.codes is None):
@@ -170,7 +175,7 @@ class GenerativeModel:
         return torch.tensor(values, dtype=torch.float32) if values else None
 
     def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Recommended]:
-        """One batch."""
+        """Run one batch."""
         found = self.engine.generate_in(bucket, [job.data[0] for job in jobs])
         return [self._finish(one, job) for one, job in zip(found, jobs, strict=True)]
 
@@ -192,7 +197,7 @@ class GenerativeModel:
         )
 
     def describe(self) -> dict[str, Any]:
-        """A history in, items and scores out."""
+        """Return inputs and outputs for the Open Inference Protocol: a history in, items and scores out."""
         levels = len(self.engine.model_config.codebooks)
         return {
             "inputs": [
@@ -208,12 +213,15 @@ class GenerativeModel:
         }
 
     def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> RecommendRequest:
-        """`history` INT64 [n] or [1, n], or `codes` UINT16 [n, levels] or [1, n, levels]; parameters are the other fields of a request."""
+        """Make a request of `history` INT64 [n] or [1, n], or `codes` UINT16 [n, levels] or [1, n, levels].
+
+        `parameters` are the other fields of the request.
+        """
         values: dict[str, Any] = dict(parameters)
         for name, array in tensors.items():
             wanted = {"history": (1, "INT64", np.int64), "codes": (2, "UINT16", np.uint16)}.get(name)
             if wanted is None:
-                raise FieldError("$.inputs", f"{name!r} is no input; expected 'history' or 'codes'")
+                raise FieldError("$.inputs", f"{name!r} is not an input; expected 'history' or 'codes'")
             dims, word, kind = wanted
             flat = array[0] if array.ndim == dims + 1 and array.shape[0] == 1 else array
             if flat.ndim != dims or flat.dtype != kind:
@@ -222,7 +230,7 @@ class GenerativeModel:
         return msgspec.convert(values, RecommendRequest)
 
     def to_tensors(self, answer: Recommended) -> dict[str, Any]:
-        """Items and scores."""
+        """Return items, scores and the counts of unused history items as arrays."""
         return {
             "items": np.array(answer.items, dtype=np.int64),
             "scores": np.array(answer.scores, dtype=np.float32),
@@ -232,6 +240,6 @@ class GenerativeModel:
 
 
 def digest(path: Path) -> str:
-    """Twelve hexadecimal digits that name a file's content."""
+    """Return a hash of a file's content, twelve hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()[:12]

@@ -1,8 +1,9 @@
-"""uvicorn with a doorman: what a web server must refuse before there is a request.
+"""uvicorn's HTTP protocol with limits that must be enforced before there is a request.
 
-A connection beyond the cap is closed at once; a head that does not arrive in time gets a 408 and one that is too large a 431, so that slow or endless headers hold nothing
-for long; a lost connection tells whoever computes for it. Head and body of an answer leave in one write, so that a process that is killed has sent all of it or nothing. The work is uvicorn's:
-its protocol class is extended, with httptools where that is installed and h11 otherwise.
+A connection beyond the cap is closed at once. A request head that does not arrive in time gets a 408, one that is too
+large a 431, so that slow or endless headers cannot hold connections. A lost connection cancels the work for it. Head
+and body of a response are sent in one write, so that a killed process has sent either all of it or nothing. The
+protocol class of uvicorn is extended: httptools if installed, otherwise h11.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ _CLOSED = "HTTP/1.1 {}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class Whole:
-    """A transport that keeps the head of an answer back until the body, the next write, is there."""
+    """A transport that holds back the head of a response and sends it together with the body, the next write."""
 
     def __init__(self, transport: Any) -> None:
         self._transport, self._head = transport, b""
@@ -25,7 +26,7 @@ class Whole:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send, or keep a head."""
+        """Send data, or hold it back if it is a response head."""
         if not self._head and data.endswith(b"\r\n\r\n") and data.startswith(b"HTTP/1.1 ") and data[9:10] != b"1":
             self._head = data
         else:
@@ -33,18 +34,18 @@ class Whole:
             self._head = b""
 
     def flush(self) -> None:
-        """Send a head that no body followed."""
+        """Send a head that was not followed by a body."""
         if self._head:
             self.write(b"")
 
     def close(self) -> None:
-        """Send what was kept, and close."""
+        """Send a held-back head, and close."""
         self.flush()
         self._transport.close()
 
 
 def make_protocol(limits: Limits) -> type:
-    """uvicorn's HTTP protocol with these limits."""
+    """Return a subclass of uvicorn's HTTP protocol that enforces these limits."""
     from uvicorn.config import HTTP_PROTOCOLS
     from uvicorn.importer import import_from_string
 
@@ -57,27 +58,27 @@ def make_protocol(limits: Limits) -> type:
 
         def connection_made(self, transport: Any) -> None:
             self._timer: asyncio.TimerHandle | None = None
-            self._head = 0
-            self._lost: list[Any] = []
+            self._head = 0  # bytes of the request head so far
+            self._lost: list[Any] = []  # called when the connection is lost
             super().connection_made(Whole(transport))
             if len(self.connections) > limits.connections:
                 self._close("503 Service Unavailable")
                 return
-            self._arm()
+            self._start_timer()
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
             before = self.cycle
             super().data_received(data)
-            if self._between():
+            if self._awaits_head():
                 self._head += len(data)
                 if self._head > limits.header_bytes:
                     self._close("431 Request Header Fields Too Large")
                 elif self._timer is None:
-                    self._arm()
+                    self._start_timer()
             else:
-                self._disarm()
+                self._stop_timer()
                 if self.cycle is not before:
                     self._lost = []
                     self.cycle.scope[DISCONNECT] = self._lost
@@ -87,20 +88,20 @@ def make_protocol(limits: Limits) -> type:
             super().on_response_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._disarm()
+            self._stop_timer()
             super().connection_lost(exc)
             for tell in self._lost:
                 tell()
             self._lost = []
 
-        def _between(self) -> bool:
-            """Whether no request is being answered: what arrives is a head."""
+        def _awaits_head(self) -> bool:
+            """Return True if no request is being answered, so that arriving bytes belong to a request head."""
             return self.cycle is None or self.cycle.response_complete
 
-        def _arm(self) -> None:
+        def _start_timer(self) -> None:
             self._timer = self.loop.call_later(limits.header_seconds, self._too_slow)
 
-        def _disarm(self) -> None:
+        def _stop_timer(self) -> None:
             self._head = 0
             if self._timer is not None:
                 self._timer.cancel()
@@ -108,11 +109,11 @@ def make_protocol(limits: Limits) -> type:
 
         def _too_slow(self) -> None:
             self._timer = None
-            if self._between():
+            if self._awaits_head():
                 self._close("408 Request Timeout")
 
         def _close(self, status: str) -> None:
-            self._disarm()
+            self._stop_timer()
             if not self.transport.is_closing():
                 self.transport.write(_CLOSED.format(status).encode())
                 self.transport.close()
@@ -121,7 +122,7 @@ def make_protocol(limits: Limits) -> type:
 
 
 def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float) -> Any:
-    """A uvicorn server for an application on a bound socket; signals are left to the caller."""
+    """Make a uvicorn server for an application on a bound socket; signals are left to the caller."""
     import uvicorn
 
     config = uvicorn.Config(
@@ -144,10 +145,10 @@ def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening address, or ValueError saying what is wrong with it."""
+    """Bind a socket, or raise ValueError saying what is wrong with the address."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(*found[:3])  # with its protocol: asyncio turns Nagle off only where it is known to be TCP
+        sock = socket.socket(*found[:3])  # with its protocol: asyncio sets TCP_NODELAY only if that is IPPROTO_TCP
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(found[4])
     except OSError as error:
@@ -157,7 +158,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return True if only this machine can reach the address."""
     import ipaddress
 
     if host == "localhost":

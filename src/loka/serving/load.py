@@ -1,10 +1,12 @@
-"""An open-loop load generator: requests leave when they are due, whether or not earlier ones were answered.
+"""An open-loop load generator: requests are sent on schedule, whether or not earlier ones were answered.
 
-A closed loop (ask, wait, ask) slows down with the server and then measures only the requests it got round to sending; this is coordinated omission. Here the due times are drawn
-beforehand (Poisson, or evenly spaced), every request is its own task, and latency counts from when the request was due: what the generator itself is late by is inside it,
-and is told separately. Connections are kept and reused; one more is opened whenever all are busy.
+A closed loop (send, wait, send) slows down with the server and then measures only the requests it got around to
+sending; this is coordinated omission. Here the schedule is drawn beforehand (Poisson, or evenly spaced), every request
+is its own task, and latency counts from the scheduled time. So it includes any delay of the generator itself, which is
+also reported separately. Connections are reused; a new one is opened when all are busy.
 
-HTTP is spoken by hand, because a generator that shares two cores with the server must be cheap: answers need a content length, which this project's server gives.
+HTTP is written by hand, because a generator that shares two cores with the server must be cheap. Responses need a
+content length, which loka's server sends.
 """
 
 import asyncio
@@ -28,16 +30,16 @@ Body = Callable[[int, random.Random], bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What is sent.
+    """The traffic to send.
 
     Args:
-        rate: requests a second.
-        seconds: how long.
-        sla: seconds within which an answer is good.
+        rate: requests per second.
+        seconds: duration.
+        sla: latency of a good answer, in seconds.
         arrivals: "poisson" or "uniform".
-        seed: of the arrivals and of random requests.
-        connections: most open at a time.
-        timeout: seconds after which an answer is not waited for.
+        seed: seed of the arrivals and of random requests.
+        connections: largest number of open connections.
+        timeout: seconds after which a request is given up.
         kind: content type of the bodies.
     """
 
@@ -58,7 +60,7 @@ class Traffic:
             raise ValueError(f"Traffic.arrivals is {self.arrivals!r}; expected 'poisson' or 'uniform'")
 
     def due(self) -> list[float]:
-        """When each request is to leave, in seconds from the start."""
+        """Return the time at which each request is due, in seconds from the start."""
         if self.arrivals == "uniform":
             return [n / self.rate for n in range(int(self.rate * self.seconds))]
         source, now, out = random.Random(self.seed), 0.0, []
@@ -69,7 +71,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Sent:
-    """One request: due, left and done in seconds from the start; code 0 where the connection broke; what the server said to one it did not answer."""
+    """One request: times in seconds from the start, status (0 if the connection broke), and the body of an error."""
 
     due: float
     left: float
@@ -79,7 +81,7 @@ class Sent:
 
     @property
     def latency(self) -> float:
-        """From when it was due."""
+        """Seconds from when the request was due."""
         return self.done - self.due
 
 
@@ -100,7 +102,7 @@ class _Client:
         return f"{method} {path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-length: {size}\r\n{kind}{token}{extra}\r\n".encode()
 
     async def ask(self, method: str, path: str, body: bytes = b"", extra: str = "") -> tuple[int, bytes]:
-        """Status and body; raises OSError where the connection breaks."""
+        """Send a request; return status and body. Raises OSError if the connection breaks."""
         async with self.room:
             reader, writer = self.free.pop() if self.free else await asyncio.open_connection(self.host, self.port)
             try:
@@ -129,15 +131,18 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
     """Send the traffic and wait for every answer.
 
     Args:
-        url: of the server.
-        traffic: how much and when.
-        body: number of the request and a source of randomness -> what is sent, of the traffic's kind.
-        token: a bearer token.
-        extra: more header lines, each ended by CRLF.
+        url: URL of the server.
+        traffic: how much to send, and when.
+        body: body(number, random) returns the body of a request, in the traffic's content type.
+        token: bearer token.
+        extra: more header lines, each ending in CRLF.
+
+    Returns:
+        Every request, in the order they completed.
     """
     client, source = _Client(url, token, traffic.connections, traffic.kind), random.Random(traffic.seed + 1)
     due, sent = traffic.due(), []
-    bodies = [body(n, source) for n in range(len(due))]  # made beforehand: making them takes time too
+    bodies = [body(n, source) for n in range(len(due))]  # made beforehand, because making them takes time
 
     async def one(place: int, begin: float) -> None:
         left, said = time.perf_counter() - begin, b""
@@ -164,7 +169,7 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
 
 
 def summarize(url: str, model: str, traffic: Traffic, sent: Sequence[Sent], *, notes: Sequence[str] = ()) -> LoadTest:
-    """The record of what was sent."""
+    """Summarize the requests that were sent as a record."""
     codes: dict[str, int] = {}
     for one in sent:
         name = str(one.code) if one.code else "error"
@@ -188,13 +193,13 @@ def summarize(url: str, model: str, traffic: Traffic, sent: Sequence[Sent], *, n
         shed_ms=quantiles([one.done - one.left for one in sent if one.code == 429]),
         send_lag_ms=quantiles([one.left - one.due for one in sent]),
         bins=_bins(traffic, sent),
-        notes=[*notes, *_first_refusals(sent)],
+        notes=[*notes, *_first_errors(sent)],
         environment=capture_environment(),
     )
 
 
-def _first_refusals(sent: Sequence[Sent]) -> list[str]:
-    """What the server said the first time to each kind of request that it would not take; 429 is no such kind, it sheds load."""
+def _first_errors(sent: Sequence[Sent]) -> list[str]:
+    """Return the first message of each error status. 429 is not an error here: it sheds load."""
     first: dict[int, Sent] = {}
     for one in sorted(sent, key=lambda one: one.due):
         if one.code >= 400 and one.code != 429:
@@ -204,14 +209,14 @@ def _first_refusals(sent: Sequence[Sent]) -> list[str]:
         try:
             error = json.loads(one.said)["error"]
             words = f"{error['path']}: {error['message']}" if "path" in error else str(error["message"])
-        except (ValueError, KeyError, TypeError):  # not this project's server
+        except (ValueError, KeyError, TypeError):  # not loka's server
             words = one.said[:200].decode(errors="replace")
         notes.append(f"the first {code} said: {words}")
     return notes
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p99 and max in milliseconds; empty without values."""
+    """Return p50, p90, p99 and max in milliseconds; empty without values."""
     values = sorted(seconds)
     if not values:
         return {}
@@ -235,14 +240,14 @@ def _bins(traffic: Traffic, sent: Sequence[Sent]) -> list[LoadBin]:
 
 
 async def look(url: str, token: str | None = None) -> dict[str, Any]:
-    """Whether a server is live and ready, and what it serves; `models` is filled from what answers a small request.
+    """Check whether a server is live and ready, and whether it accepts the token.
 
     Args:
-        url: of the server.
-        token: a bearer token.
+        url: URL of the server.
+        token: bearer token.
 
     Returns:
-        live, ready, and the error or the answer of an empty request.
+        `live` and `ready`; `status` and `server`, the status and body of `GET /v2`.
     """
     client, out = _Client(url, token, 4), dict[str, Any]()
     try:
@@ -258,7 +263,7 @@ async def look(url: str, token: str | None = None) -> dict[str, Any]:
 
 
 async def describe(url: str, name: str, token: str | None = None) -> dict[str, Any]:
-    """`GET /v2/models/NAME`, or ValueError with what the server said."""
+    """Return `GET /v2/models/NAME`, or raise ValueError with the server's message."""
     client = _Client(url, token, 1)
     try:
         code, body = await client.ask("GET", f"/v2/models/{name}")
@@ -273,14 +278,14 @@ async def describe(url: str, name: str, token: str | None = None) -> dict[str, A
 
 
 def make_body(inputs: Sequence[dict[str, Any]], *, items: int, vocabulary: int, rows: int, users: int) -> Body:
-    """Random requests for what a server says it reads.
+    """Return a function that makes random requests with the inputs that a server describes.
 
     Args:
-        inputs: of `GET /v2/models/NAME`.
+        inputs: the inputs of `GET /v2/models/NAME`.
         items: length of a history, for a generative model.
-        vocabulary: item numbers and ids are drawn from 1 to this.
-        rows: of a request to a ranker.
-        users: how many different ones.
+        vocabulary: largest item number or id; they are drawn from 1.
+        rows: rows of a request to a ranker.
+        users: number of different users.
     """
     generative = {one["name"] for one in inputs} <= {"history", "codes"}  # a ranker may have a column of that name
 

@@ -1,12 +1,15 @@
-"""An experiment read from its events: are the arms what they should be, and did the metrics change?
+"""Evaluate an experiment from its events: is the assignment sound, and did the metrics change?
 
-Users are the unit. A user's value of a metric is the sum of its outcomes over the number of the user's exposures, so that somebody who comes often does not count often. In order:
+The unit is the user. A user's value of a metric is the sum of the outcomes divided by the user's number of exposures,
+so that frequent users do not count more. In order:
 
-    sample ratio    users per arm against the split, by a test that may be repeated; a user in two arms is a mismatch too
-    metrics         relative change of the mean over users, with an interval valid at any time (loka.metrics.sequential), and one of four verdicts
-    guardrails      p99 latency, refused and empty answers: broken when the candidate is worse beyond doubt and beyond the limit
+    sample ratio    users per arm against the split, by a test that may be repeated; no user may be in two arms
+    metrics         relative change of the mean over users, with an anytime-valid interval (loka.metrics.sequential) and
+                    one of four verdicts
+    guardrails      p99 latency, refused and empty answers; broken if the candidate is significantly beyond the limit
 
-An exposure counts once per request id, whoever wrote it; outcomes once per request id and name, for requests that were exposed.
+An exposure counts once per request id, even if several processes wrote it; an outcome counts once per request id and
+name, and only for requests that were exposed.
 """
 
 import json
@@ -21,12 +24,13 @@ from loka.records import Guardrail, Interval, OnlineMetric, OnlineTest, SplitChe
 
 THRESHOLD = 0.001  # p-value of a sample-ratio mismatch
 SURE = 3.29  # standard errors: one in a thousand, two-sided
-SLOWER, SHED_MORE, EMPTIER = 1.1, 0.01, 0.01  # what a guardrail lets pass
+# Limits of the guardrails: factor on p99 latency, additional share of refused and of empty answers
+SLOWER, SHED_MORE, EMPTIER = 1.1, 0.01, 0.01
 
 
 @dataclass
 class Arm:
-    """What was seen of one arm."""
+    """The events of one arm."""
 
     exposures: dict[str, int] = field(default_factory=dict)  # by user
     milliseconds: list[float] = field(default_factory=list)
@@ -38,7 +42,7 @@ class Arm:
 
 @dataclass
 class Events:
-    """A folder of events, read."""
+    """The events of a folder."""
 
     names: list[str]
     shares: list[float]
@@ -54,7 +58,7 @@ def read_events(folder: str | Path) -> Events:
     """Read every events file of an experiment; each request id counts once.
 
     Args:
-        folder: that `loka serve --events` wrote.
+        folder: the folder written by `loka serve --events`.
     """
     place = Path(folder)
     try:
@@ -70,9 +74,9 @@ def read_events(folder: str | Path) -> Events:
         for line in path.read_bytes().splitlines():
             try:
                 event = json.loads(line)
-                _take(event, events, seen, outcomes)
+                _add_event(event, events, seen, outcomes)
             except (ValueError, KeyError, TypeError):
-                events.damaged += 1  # a process that was killed leaves a line without its end
+                events.damaged += 1  # a killed process may leave an incomplete line
     for (request_id, name), value in outcomes.items():
         if request_id not in seen:
             events.orphans += 1
@@ -83,7 +87,7 @@ def read_events(folder: str | Path) -> Events:
     return events
 
 
-def _take(event: dict[str, Any], events: Events, seen: dict[str, tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
+def _add_event(event: dict[str, Any], events: Events, seen: dict[str, tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
     kind, request_id = event["event"], event["request_id"]
     if kind == "outcome":
         if (request_id, event["name"]) in outcomes:
@@ -112,16 +116,16 @@ def _take(event: dict[str, Any], events: Events, seen: dict[str, tuple[str, str]
 def judge_experiment(
     folder: str | Path, *, margin: float = 0.01, alpha: float = 0.05, lower_is_better: Sequence[str] = ()
 ) -> OnlineTest:
-    """What the events say so far; may be called as often as one likes.
+    """Evaluate the events so far. May be called any number of times while the experiment runs.
 
     Args:
-        folder: of the events.
-        margin: relative change of a metric that does not matter.
-        alpha: chance that the interval of a metric is ever wrong.
-        lower_is_better: names of metrics where less is better.
+        folder: folder of the events.
+        margin: relative change of a metric that counts as equivalent.
+        alpha: probability that the interval of a metric is ever wrong.
+        lower_is_better: names of metrics where lower is better.
 
     Returns:
-        The record. Metrics of an experiment whose sample ratio is off must not be believed.
+        The record. If the sample ratio is off, the metrics must not be trusted.
 
     Example:
         >>> judge_experiment("runs/ab", margin=0.01).metrics                            # doctest: +SKIP
@@ -160,14 +164,14 @@ def judge_experiment(
         duplicates=events.duplicates,
         simulated=events.simulated,
         metrics=metrics,
-        guardrails=_guard(baseline, candidate),
+        guardrails=_check_guardrails(baseline, candidate),
         notes=notes,
         environment=capture_environment(),
     )
 
 
 def user_values(arm: Arm, metric: str) -> list[float]:
-    """Per user with an answer, the sum of the outcomes over the number of answers."""
+    """Return, for every user with an answer, the sum of the outcomes divided by the number of answers."""
     totals = arm.totals.get(metric, {})
     return [totals.get(user, 0.0) / count for user, count in arm.exposures.items() if count]
 
@@ -183,7 +187,7 @@ def _compare(name: str, baseline: Arm, candidate: Arm, margin: float, alpha: flo
     )  # fmt: skip
 
 
-def _guard(baseline: Arm, candidate: Arm) -> list[Guardrail]:
+def _check_guardrails(baseline: Arm, candidate: Arm) -> list[Guardrail]:
     (_, base_p99, base_high), (cand_low, cand_p99, _) = (_p99(arm.milliseconds) for arm in (baseline, candidate))
     slow = cand_low is not None and base_high is not None and cand_low > SLOWER * base_high
     over = not slow and cand_p99 > SLOWER * base_p99
@@ -204,7 +208,7 @@ def _guard(baseline: Arm, candidate: Arm) -> list[Guardrail]:
 
 
 def _p99(values: list[float]) -> tuple[float | None, float, float | None]:
-    """(low, p99, high) by order statistics; no interval below 1,000 answers."""
+    """Return (low, p99, high) by order statistics; no interval below 1,000 answers."""
     ordered, n = sorted(values), len(values)
     if not n:
         return None, 0.0, None

@@ -1,4 +1,4 @@
-"""From a folder to a model: what `loka serve`, a reload and a Ray replica all do."""
+"""Open a model from its folder, for `loka serve`, reloads and Ray replicas."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +21,20 @@ def open_model(
     batch_invariant: bool = False,
     compiled: bool | None = None,
 ) -> Servable:
-    """A recommender or a ranker, by what the folder holds.
+    """Open a recommender or a ranker, depending on what the folder holds.
 
     Args:
-        folder: of `loka generate --train` or `save_ranker`.
-        name: as clients know it; default: the folder's.
-        precision, beams, batches, contexts, context_cache: of a recommender's engine; fp32, 50, (1, 2, 4, 8, 16), the model's longest, "plain". Refused for a ranker.
-        rows, factory, compiled: of a ranker; (64, 256, 1024, 4096), none, False. Refused for a recommender.
-        batch_invariant: one bucket, so that answers do not depend on who else is in the batch.
+        folder: folder of `loka generate --train`, `loka train --model onerec` or `save_ranker`.
+        name: the name clients use; default: the folder's.
+        device: device to run on.
+        precision, beams, batches, contexts, context_cache: options of a recommender's engine; default: fp32, 50,
+            (1, 2, 4, 8, 16), the model's longest context, "plain". An error for a ranker.
+        rows, factory, compiled: options of a ranker; default: (64, 256, 1024, 4096), none, False. An error for a
+            recommender.
+        batch_invariant: run every batch in the largest bucket, so that answers do not depend on the rest of the batch.
+
+    Returns:
+        A `GenerativeModel` or a `RankingModel`.
 
     Example:
         >>> open_model("runs/onerec", beams=50).buckets                                 # doctest: +SKIP
@@ -74,6 +80,6 @@ def open_model(
 
 
 def _refuse(place: Path, kind: str, **options: object) -> None:
-    """An option that the other kind of model has must not be dropped in silence."""
+    """Raise ValueError for options of the other kind of model, instead of ignoring them silently."""
     if given := [name for name, value in options.items() if value is not None]:
         raise ValueError(f"{place} is {kind}: it has no {', '.join(given)}")

@@ -1,4 +1,4 @@
-"""What the scheduler moves about: a promise, requests with deadlines, queues by context, batches."""
+"""The data structures of the scheduler: the policy, requests with deadlines, queues by context, batches."""
 
 import bisect
 import math
@@ -11,13 +11,14 @@ from loka.serving.times import Bucket
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the service promises, and what it keeps back.
+    """The deadline of the service and how the scheduler plans for it.
 
     Args:
         sla: seconds from arrival to answer.
-        reserve: seconds of it kept for reading, writing and waking up, at least: a scheduler keeps more where answers take longer to leave.
-        queue: most requests that may wait; one more is shed.
-        quantile: of the learned times, for planning.
+        reserve: seconds of the SLA kept for reading, writing and waking up. A minimum: the scheduler raises it if
+            sending answers takes longer.
+        queue: largest number of waiting requests; further ones are shed.
+        quantile: quantile of the learned batch times to plan with.
 
     Example:
         >>> Policy(sla=0.05).budget
@@ -41,13 +42,13 @@ class Policy:
 
     @property
     def budget(self) -> float:
-        """Seconds of the SLA that waiting and running may use, as long as answers leave within the reserve."""
+        """Seconds of the SLA left for waiting and running, with the minimum reserve."""
         return round(self.sla - self.reserve, 9)
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A request in the scheduler: `job` is the caller's."""
+    """A request in the scheduler. `job` belongs to the caller."""
 
     job: Any
     units: int
@@ -56,17 +57,17 @@ class Entry:
     deadline: float
     number: int
     state: str = "waiting"  # waiting, running, done, cancelled, dropped
-    trial: bool = False  # runs even if it may be late
+    trial: bool = False  # runs even if it is expected to be late
 
     @property
     def order(self) -> tuple[float, int]:
-        """Earliest deadline first, then first come."""
+        """The sort key: earliest deadline first, then order of arrival."""
         return self.deadline, self.number
 
 
 @dataclass(frozen=True)
 class Shed:
-    """A request that was not admitted: why, and in how many seconds another try makes sense."""
+    """A request that was not admitted: the reason, and after how many seconds to retry."""
 
     reason: str  # "late": it would miss its deadline; "others": it would make others miss theirs; "queue": no room
     retry_after: float
@@ -74,7 +75,7 @@ class Shed:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that run together now, in one bucket."""
+    """Requests that run together in one bucket."""
 
     bucket: Bucket
     entries: list[Entry]
@@ -83,7 +84,7 @@ class Batch:
 
     @property
     def units(self) -> int:
-        """Units in use; the rest of the bucket is padding."""
+        """The number of units in use; the rest of the bucket is padding."""
         return sum(entry.units for entry in self.entries)
 
 
@@ -94,15 +95,15 @@ class Queues:
     by_context: dict[int, list[Entry]] = field(default_factory=dict)
 
     def copy(self) -> "Queues":
-        """Other lists, the same requests."""
+        """Return a shallow copy: new lists of the same entries."""
         return Queues({context: list(entries) for context, entries in self.by_context.items() if entries})
 
     def add(self, entry: Entry) -> None:
-        """At its place."""
+        """Insert an entry by its deadline."""
         bisect.insort(self.by_context.setdefault(entry.context, []), entry, key=lambda e: e.order)
 
     def remove(self, entry: Entry) -> bool:
-        """Whether it was there."""
+        """Remove an entry; return whether it was there."""
         waiting = self.by_context.get(entry.context, [])
         place = bisect.bisect_left(waiting, entry.order, key=lambda e: e.order)
         if place < len(waiting) and waiting[place] is entry:
@@ -111,7 +112,7 @@ class Queues:
         return False
 
     def first(self) -> Entry | None:
-        """Whoever is due first."""
+        """Return the entry with the earliest deadline, or None."""
         heads = [entries[0] for entries in self.by_context.values() if entries]
         return min(heads, key=lambda e: e.order, default=None)
 
@@ -123,7 +124,7 @@ class Queues:
 
 
 def fill(room: int, waiting: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """As many from the front as fit, and the room that is left."""
+    """Return as many entries from the front as fit, and the room that is left."""
     taken = []
     for entry in waiting:
         if entry.units > room:

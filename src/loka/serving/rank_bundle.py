@@ -1,11 +1,11 @@
-"""A frozen ranker in a folder: safetensors and JSON, nothing that runs.
+"""A frozen ranker in a folder: safetensors and JSON, no code.
 
-    ranker.json          how to build the model and what it reads (records.RankerInfo)
+    ranker.json          how to build the model, and its columns (records.RankerInfo)
     model.safetensors    its state_dict
-    plan.json            optional: applied with `loka.convert` after the weights are there
+    plan.json            optional; applied with `loka.convert` after the weights are loaded
 
-A model is one of this library's families, or comes from a factory `package.module:function`. A folder cannot make a server import code: a factory is run
-only when whoever serves the bundle names the same one.
+A model is one of the built-in families, or is built by a factory `package.module:function`. A folder cannot make a
+server import code: a factory runs only if the caller names the same one.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +30,22 @@ from loka.records import Plan, RankerColumn, RankerInfo, capture_environment
 from loka.records import load as load_record
 from loka.records import save as save_record
 
-EXAMPLE = 64  # rows that a model is tried on when its plan is applied
+EXAMPLE = 64  # rows of the example batch used when a plan is applied
 INFO, MODEL, PLAN = "ranker.json", "model.safetensors", "plan.json"
 
 
 @dataclass(frozen=True)
 class RankerBundle:
-    """A module in evaluation mode that takes a loka.data Batch and returns logits [rows, labels], and the columns it reads."""
+    """A ranker: a module in eval mode that maps a `loka.data.Batch` to logits [rows, labels], and its columns.
+
+    Args:
+        model: the module.
+        schema: the columns it reads.
+        info: the content of ranker.json.
+
+    Example:
+        >>> load_ranker("runs/ranker").schema.labels                                    # doctest: +SKIP
+    """
 
     model: nn.Module
     schema: Schema
@@ -44,7 +53,7 @@ class RankerBundle:
 
 
 def is_ranker_bundle(folder: str | Path) -> bool:
-    """Whether a folder holds a ranker's bundle."""
+    """Return True if a folder holds a ranker's bundle."""
     return (Path(folder) / INFO).is_file()
 
 
@@ -61,17 +70,21 @@ def save_ranker(
     name: str | None = None,
     link: Literal["sigmoid", "identity"] = "sigmoid",
 ) -> None:
-    """Write a ranker's bundle; `model` has plain weights, the plan is applied when it is loaded.
+    """Write a ranker's bundle: plain weights, and the plan that is applied when it is loaded.
 
     Args:
-        model: what `family`, `size` and `options`, or `factory`, build; it may be converted, where `plan` says how.
+        model: the model that `family`, `size` and `options`, or `factory`, build. It may be converted by `plan`.
         schema: its columns.
-        folder: where to.
+        folder: folder to write.
+        family, size, options: a built-in family, one of its sizes, and its options. Give either `family` or `factory`.
+        factory: `package.module:function` that builds the model, called with the schema and `options`.
         plan: precision of its linears.
-        link: what turns logits into scores.
+        name: name of the ranker; default: the folder's.
+        link: function that turns logits into scores.
 
     Raises:
-        ValueError: the model runs in low precision and no plan says how, or its plain weights are gone: something else would be served.
+        ValueError: the model runs in low precision but no plan was given, or its plain weights are gone. The loaded
+            model would differ from this one.
 
     Example:
         >>> save_ranker(model, schema, "runs/ranker", family="wukong", size="tiny")     # doctest: +SKIP
@@ -101,11 +114,11 @@ def save_ranker(
         link=link,
         environment=capture_environment(),
     )
-    save_record(info, target / INFO)  # last: a folder with one is complete
+    save_record(info, target / INFO)  # last, so that a folder with this file is complete
 
 
 def _check_plain(model: nn.Module, plan: Plan | None) -> None:
-    """Refuse a model whose folder would be served in another precision than the one it runs in here."""
+    """Raise ValueError if the loaded model would run in another precision than this one."""
     if any(getattr(module, PACKED, False) for module in model.modules()):
         raise ValueError("this model keeps FP8 weights alone (loka.quantize), and a ranker's folder has plain ones; hint: save the model before it was quantised, with plan=")  # fmt: skip
     low = [name for name, _ in (*linears_of(model), *chains_of(model))]
@@ -114,15 +127,19 @@ def _check_plain(model: nn.Module, plan: Plan | None) -> None:
 
 
 def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch.device | str = "cpu") -> RankerBundle:
-    """Read a ranker's bundle.
+    """Load a ranker's bundle.
 
     Args:
-        folder: of `save_ranker`.
-        factory: `package.module:function` that the caller allows to run; must be the one the bundle names. It is called with the schema and the bundle's options.
-        device: where the model goes before the plan is applied.
+        folder: folder written by `save_ranker`.
+        factory: `package.module:function` that the caller allows to run; must be the one the bundle names. It is called
+            with the schema and the bundle's options.
+        device: device to move the model to before the plan is applied.
 
     Returns:
-        The model, converted by the plan where there is one.
+        The model, converted by the plan if there is one.
+
+    Example:
+        >>> load_ranker("runs/ranker", device="cuda").model                             # doctest: +SKIP
     """
     source = Path(folder)
     if not is_ranker_bundle(source):
@@ -135,21 +152,21 @@ def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch
     except (RuntimeError, SafetensorError, OSError) as error:
         raise ValueError(f"{source / MODEL}: does not fit the model that {INFO} describes: {error}") from error
     model = model.to(device).eval().requires_grad_(False)
-    if (source / PLAN).is_file():  # rewrites of a plan, and chains that read one tensor, are found by running the model
+    if (source / PLAN).is_file():  # a plan's rewrites, and chains that share an input, are found by running the model
         convert(model, load_record(source / PLAN, Plan), freeze=True, example=draw_batch(schema, EXAMPLE, device))
     return RankerBundle(model, schema, info)
 
 
 def draw_batch(schema: Schema, rows: int, device: torch.device | str = "cpu") -> Batch:
-    """Random features of every column, the same for the same schema: what a model can be tried on where no data is at hand.
+    """Draw a batch of random features, always the same for the same schema, to run a model on without data.
 
     Args:
         schema: the columns.
-        rows: how many examples.
-        device: where the tensors go.
+        rows: number of examples.
+        device: device of the tensors.
 
     Returns:
-        A batch without labels worth the name.
+        A batch whose labels are zero.
     """
     g = torch.Generator().manual_seed(0)
     ids = [torch.randint(f.cardinality, (rows,), generator=g) for f in schema.categorical]
@@ -167,7 +184,7 @@ def draw_batch(schema: Schema, rows: int, device: torch.device | str = "cpu") ->
 
 
 def read_schema(info: RankerInfo) -> Schema:
-    """The columns of a bundle."""
+    """Return the columns of a bundle as a schema."""
     return Schema(
         dense=tuple(info.dense),
         categorical=tuple(Field(c.name, c.cardinality) for c in info.columns if c.max_length is None),
@@ -184,12 +201,12 @@ def _build(info: RankerInfo, schema: Schema, allowed: str | None) -> nn.Module:
     if info.factory is not None:
         if allowed != info.factory:
             raise ValueError(
-                f"the bundle wants code from {info.factory!r}, which nobody allowed; hint: --factory {info.factory}"
+                f"the bundle names the factory {info.factory!r}, which was not allowed to run; hint: --factory {info.factory}"
             )
         return _find(info.factory)(schema, **info.options)
     if allowed is not None:
         raise ValueError(f"the bundle is a {info.family}, made without a factory, but {allowed!r} was named")
-    assert info.family is not None  # one or the other
+    assert info.family is not None  # a bundle names a family or a factory
     options: dict[str, Any] = dict(info.options)
     return build_ranker(schema, info.family, info.size or "tiny", **options)
 

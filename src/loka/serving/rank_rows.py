@@ -1,4 +1,4 @@
-"""Requests to a ranker: columns of features in JSON or MessagePack, read into arrays, with what is unknown or cut counted."""
+"""Requests to a ranker: columns of features in JSON or MessagePack, read into arrays. Unknown and cut ids are counted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +25,16 @@ class RankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of `POST /v1/recommend` for a ranker.
 
     Args:
-        features: column -> one value for all rows, or one per row.
-        ids: what the rows stand for, echoed for the best of them.
-        top: return only so many rows, best first by `label`.
-        label: that `top` sorts by; default: the first.
-        user: who asks, for experiments.
+        features: column -> one value for all rows, or one value per row.
+        ids: one id per row, returned for the best rows.
+        top: return only this many rows, best first by `label`.
+        label: label that `top` sorts by; default: the first.
+        user: id of the user, for experiments.
         timeout_ms: a deadline shorter than the service's own.
+
+    Example:
+        >>> RankRequest(features={"age": 31.0, "item": [4, 7, 9]}, top=2).top
+        2
     """
 
     features: Annotated[dict[str, Column], Meta(max_length=4096)]
@@ -42,7 +46,7 @@ class RankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Ranked(msgspec.Struct, kw_only=True):
-    """Scores by label, for all rows in their order, or for the best rows, which `rows` numbers and `ids` names."""
+    """Scores by label: of all rows in their order, or of the best rows, whose numbers are `rows` and ids `ids`."""
 
     scores: dict[str, list[float]]
     rows: list[int] | None = None
@@ -52,15 +56,16 @@ class Ranked(msgspec.Struct, kw_only=True):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """Whether the answer has no scores."""
         return not any(self.scores.values())
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of one kind. Most of a request are the user's, one value for all its rows: they are kept once, and spread where the model runs.
+    """Columns of one kind. Most have one value for all rows of a request; it is stored once and expanded on the device.
 
-    same [columns] holds them, and anything at `places` [v], the columns that differ by row; varying [rows, v] holds those.
+    same [columns] holds these values. places [v] are the columns that vary by row, whose values are varying [rows, v];
+    `same` is undefined there.
     """
 
     same: NDArray[Any]
@@ -81,7 +86,7 @@ class Rows:
 
 
 def join(parts: Sequence[Columns]) -> Columns:
-    """The columns of several requests: same [requests, columns], and `varying` of all their rows in the columns that differ by row in any of them."""
+    """Join the columns of several requests: same [requests, columns]; `places` are the columns that vary in any."""
     places = parts[0].places
     if all(np.array_equal(part.places, places) for part in parts):
         varying = [part.varying for part in parts]
@@ -96,11 +101,11 @@ def join(parts: Sequence[Columns]) -> Columns:
 
 
 class RowReader:
-    """Reads requests for one schema.
+    """Read requests of one schema.
 
     Args:
         schema: the columns.
-        most: rows that a request may have.
+        most: largest number of rows of a request.
     """
 
     def __init__(self, schema: Schema, most: int) -> None:
@@ -111,9 +116,9 @@ class RowReader:
         self._names = {*schema.dense, *self._ids, *self._sequences}
 
     def read(self, request: RankRequest) -> Job:
-        """Columns to arrays; a field that does not fit raises with its path."""
+        """Convert columns to arrays; an invalid field raises FieldError with its path."""
         for name in request.features.keys() ^ self._names:
-            known = f"is no column; the columns are {', '.join(sorted(self._names)[:20])}"
+            known = f"is not a column; the columns are {', '.join(sorted(self._names)[:20])}"
             raise FieldError(f"$.features.{name}", "is missing" if name in self._names else known)
         n = self._count(request)
         if n > self.most:
@@ -124,12 +129,12 @@ class RowReader:
             raise FieldError("$.label", f"{request.label!r}; the labels are {', '.join(self.schema.labels)}")
         dense = _read_columns(request.features, self.schema.dense, n, np.float32)
         ids = _read_columns(request.features, self._ids, n, np.int64)
-        strange = self._forget_unknown(ids, n)
+        strange = self._zero_unknown(ids, n)
         sequences, cut, unknown = self._read_sequences(request, n)
         return Job(request, n, 0, Rows(n, dense, ids, sequences, strange + unknown, cut))
 
-    def _forget_unknown(self, ids: Columns, n: int) -> int:
-        """Ids beyond their vocabulary become 0; how many there were. A negative one raises."""
+    def _zero_unknown(self, ids: Columns, n: int) -> int:
+        """Replace ids beyond their vocabulary by 0 in place and return their number. A negative id raises."""
         shared = np.ones(len(ids.same), bool)
         shared[ids.places] = False
         for place in np.nonzero((ids.same < 0) & shared)[0]:
@@ -180,7 +185,7 @@ class RowReader:
 
 
 def _read_columns(features: dict[str, Any], names: Sequence[str], n: int, kind: Any) -> Columns:
-    """The named columns; a plain number is one value for all rows."""
+    """Read the named columns; a plain number is one value for all rows."""
     same, places, varying = np.zeros(len(names), kind), [], []
     plain = (int,) if kind is np.int64 else (int, float)
     for place, name in enumerate(names):
@@ -197,7 +202,7 @@ def _read_columns(features: dict[str, Any], names: Sequence[str], n: int, kind: 
 
 
 def _column(value: Any, n: int, kind: Any, path: str) -> NDArray[Any]:
-    """One value per row."""
+    """Read one column as an array with one value per row."""
     word = "a number" if kind is np.float32 else "an id"
     if isinstance(value, bytes):
         size = 4 if kind is np.float32 else 8
@@ -208,7 +213,7 @@ def _column(value: Any, n: int, kind: Any, path: str) -> NDArray[Any]:
         try:
             made = np.array(value)
         except (ValueError, OverflowError) as error:
-            raise FieldError(path, f"expected {word} a row") from error
+            raise FieldError(path, f"expected {word} per row") from error
         if made.dtype.kind not in ("iuf" if kind is np.float32 else "i") or made.ndim > 1:
             wanted = (int, float) if kind is np.float32 else (int,)
             rows = value if isinstance(value, list) else [value]

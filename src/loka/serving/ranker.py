@@ -1,12 +1,13 @@
-"""A frozen ranker behind a server: rows of features in, scores or the best candidates out.
+"""Serve a frozen ranker: rows of features in, scores or the best candidates out.
 
-Features come by column. A column is one value for all rows of the request (a user's), a list with one value per row (the candidates'), or the same as
-little-endian bytes: float32 for dense columns, int64 for categorical ones, in base64 (JSON) or as they are (MessagePack). A sequence column is one list for all
-rows, or a list of lists. Ids beyond a column's vocabulary count as unknown (id 0) and are counted in the answer; what is longer than a sequence column is
-cut to its most recent ids, and counted.
+Features come by column. A column is one value for all rows of the request (a user's), a list with one value per row
+(the candidates'), or the latter as little-endian bytes: float32 for dense columns, int64 for categorical ones, in
+base64 (JSON) or raw (MessagePack). A sequence column is one list for all rows, or a list of lists. Ids beyond a
+column's vocabulary become the unknown id 0; sequences that are too long are cut to their most recent ids. The answer
+counts both.
 
-On a GPU every bucket of rows is one CUDA graph where the ranker has no sequence columns; a ranker that has them runs eagerly. `compiled` compiles the model for every bucket before it is ready: what a
-plan runs in FP8 is joined to what stands around it only then.
+On a GPU every bucket of rows runs as one CUDA graph; a ranker with sequence columns runs eagerly. `compiled` compiles
+the model for every bucket before it is ready: only then are the FP8 ops of a plan fused with the ops around them.
 """
 
 from collections.abc import Sequence
@@ -29,14 +30,18 @@ ROWS = (64, 256, 1024, 4096)
 
 
 class RankingModel:
-    """A Servable over a frozen ranker.
+    """A `Servable` that runs a frozen ranker.
 
     Args:
         bundle: the model and its columns.
         rows: bucket sizes, ascending; a request may have as many rows as the largest.
-        batch_invariant: run every batch in the largest bucket, so that a row's score does not depend on its company.
-        graphs: one CUDA graph a bucket; default: on a GPU, where there are no sequence columns.
-        compiled: compile the model for every bucket; a longer start, and faster answers. Not with sequence columns, whose sizes no bucket fixes.
+        device: device to run on.
+        batch_invariant: run every batch in the largest bucket, so that scores do not depend on the rest of the batch.
+        graphs: capture one CUDA graph per bucket; default: on a GPU, if there are no sequence columns.
+        compiled: compile the model for every bucket: slower start, faster answers. Not supported with sequence columns,
+            whose sizes vary within a bucket.
+        name: the name clients use.
+        version: version of these weights.
 
     Example:
         >>> model = RankingModel(load_ranker("runs/ranker"))                            # doctest: +SKIP
@@ -67,7 +72,7 @@ class RankingModel:
             raise ValueError("CUDA graphs need a GPU and a ranker without sequence columns")
         self.graphs = able if graphs is None else graphs
         if compiled and self.schema.sequences:
-            raise ValueError(f"compiled: the columns {', '.join(s.name for s in self.schema.sequences)} are sequences, whose sizes no bucket fixes; hint: serve it without")  # fmt: skip
+            raise ValueError(f"compiled: the columns {', '.join(s.name for s in self.schema.sequences)} are sequences, whose sizes vary within a bucket; hint: serve it without compiling")  # fmt: skip
         self.compiled = compiled
         self._call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.captures = 0
@@ -77,11 +82,11 @@ class RankingModel:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """(rows, 0): a ranker has no context length."""
+        """The prepared shapes, (rows, 0): a ranker has no context length."""
         return [Bucket(rows, 0) for rows in self.rows]
 
     def warm(self) -> None:
-        """Run, and on a GPU capture, every bucket; compiled, each is compiled here and none afterwards."""
+        """Run every bucket, so that compiling and capturing CUDA graphs happens here and not while serving."""
         config: Any = torch._dynamo.config
         many = config.patch(recompile_limit=max(config.recompile_limit, 2 * len(self.rows) + 2)) if self.compiled else nullcontext()  # fmt: skip
         with many:
@@ -90,7 +95,7 @@ class RankingModel:
                 self.run(Bucket(rows, 0), self.example(Bucket(rows, 0)))
 
     def example(self, bucket: Bucket) -> list[Job]:
-        """One request that fills the bucket, of random features."""
+        """Return one request of random features that fills the bucket."""
         (n, _), draw, wide = bucket, np.random.default_rng(0), len(self._limits)
         dense = draw.normal(size=(n, len(self.schema.dense))).astype(np.float32)
         ids = (draw.random((n, wide)) * self._limits).astype(np.int64)
@@ -105,7 +110,7 @@ class RankingModel:
         return [Job(RankRequest(features={}), n, 0, rows)]
 
     def read(self, request: RankRequest) -> Job:
-        """Columns to arrays; a field that does not fit raises with its path."""
+        """Convert columns to arrays; an invalid field raises FieldError with its path."""
         return self._reader.read(request)
 
     def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Ranked]:
@@ -120,14 +125,14 @@ class RankingModel:
 
     @torch.inference_mode()
     def score(self, size: int, parts: Sequence[Rows]) -> NDArray[np.float32]:
-        """Scores [rows, labels] of the parts, run in a bucket of `size` rows."""
+        """Return scores [rows, labels] of the parts, run in a bucket of `size` rows."""
         graph, static, out = self._prepare(size)
         used = sum(part.count for part in parts)
         counts = [part.count for part in parts]
         row_of = None if len(parts) == 1 else torch.from_numpy(np.repeat(np.arange(len(parts)), counts)).to(self.device)
         for name in ("dense", "categorical"):
             target = getattr(static, name)
-            if target.shape[1] == 0:  # between two batches the GPU waits for every launch here
+            if target.shape[1] == 0:  # save the launches: the GPU idles during them
                 continue
             joined = join([getattr(part, name) for part in parts])
             same, places, varying = (torch.from_numpy(a).to(self.device) for a in (joined.same, joined.places, joined.varying))  # fmt: skip
@@ -145,7 +150,7 @@ class RankingModel:
             batch = Batch(static.dense, static.categorical, jagged, static.labels, static.group)
         if graph is not None:
             graph.replay()
-            assert out is not None  # capture set it
+            assert out is not None  # set by _capture
             logits = out
         else:
             logits = self._call(batch)
@@ -191,7 +196,7 @@ class RankingModel:
         return Ranked(scores=values, rows=rows, ids=ids, unknown=job.data.unknown, cut=job.data.cut)
 
     def describe(self) -> dict[str, Any]:
-        """One tensor per column in, one per label out."""
+        """Return inputs and outputs for the Open Inference Protocol: one tensor per column in, one per label out."""
         inputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.schema.dense]
         inputs += [{"name": f.name, "datatype": "INT64", "shape": [-1]} for f in self.schema.categorical]
         inputs += [{"name": s.name, "datatype": "INT64", "shape": [-1, s.max_length]} for s in self.schema.sequences]
@@ -201,7 +206,10 @@ class RankingModel:
         }
 
     def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> RankRequest:
-        """One array [rows] per column; sequences [rows, length]; parameters are the other fields of a request."""
+        """Make a request of one array [rows] per column, or [rows, length] for sequences.
+
+        `parameters` are the other fields of the request.
+        """
         sequences = {s.name for s in self.schema.sequences}
         features: dict[str, Any] = {}
         for name, array in tensors.items():
@@ -210,12 +218,12 @@ class RankingModel:
                 continue
             kind = "<f4" if name in self.schema.dense else "<i8"
             if array.size != array.shape[0]:
-                raise FieldError(f"$.inputs.{name}", f"shape {list(array.shape)}; expected one value a row")
+                raise FieldError(f"$.inputs.{name}", f"shape {list(array.shape)}; expected one value per row")
             features[name] = array.reshape(-1).astype(kind).tobytes()
         return msgspec.convert({"features": features, **parameters}, RankRequest)
 
     def to_tensors(self, answer: Ranked) -> dict[str, Any]:
-        """Scores by label, and the rows where only the best were asked for."""
+        """Return scores by label as arrays, and the row numbers if only the best were requested."""
         out: dict[str, Any] = {label: np.array(values, dtype=np.float32) for label, values in answer.scores.items()}
         if answer.rows is not None:
             out["rows"] = np.array(answer.rows, dtype=np.int64)

@@ -1,12 +1,15 @@
-"""The same core on Ray Serve: replicas behind HAProxy, on one machine or several.
+"""Serve on Ray Serve: replicas behind HAProxy, on one machine or several.
 
-A replica is one service with its own scheduler, engines and front; Ray starts it, checks its health and replaces it, and HAProxy spreads requests and sends one again whose replica died before it answered.
-Batching stays ours: Ray's own batching queues past the deadline. A replica counts as ready only when every bucket is warm, so a rolling update never sends a request to a cold engine.
+A replica is one service with its own scheduler, engines and front. Ray starts it, checks its health and replaces it;
+HAProxy balances requests and retries one whose replica died before it answered. Batching is done by our scheduler,
+because Ray's own batching queues requests past their deadline. A replica is ready only when every bucket is warm, so a
+rolling update never sends a request to a cold engine.
 
     app = build_app(Settings(folders={"onerec": "/models/onerec"}, sla=0.05), replicas=2)
     serve.run(app)                                                        # or a deployment file, docs/guides/serving.md
 
-Whoever reaches a Ray cluster can run code on it: keep it on a network of its own, with token authentication. HAProxy's metrics and statistics ports listen on every interface.
+Anyone who can reach a Ray cluster can run code on it: keep it on a private network, with token authentication.
+HAProxy's metrics and statistics ports listen on all interfaces.
 """
 
 import contextlib
@@ -32,38 +35,41 @@ from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
 NAME = "loka"
-# Bytes of a request. HAProxy can only send again what its buffer holds whole, and for that copies the whole buffer with every request: at 576 KiB a millisecond.
+# Bytes of a request's body and head. HAProxy can retry only a request that fits its buffer, and copies the whole buffer
+# for every request: at 576 KiB that takes a millisecond.
 BODY, HEAD = 112 * 1024, 16 * 1024
-# A request is sent again whose replica is gone, or went without a word, but only if HAProxy had all of it before it sent the first byte: so it waits for the body, and for neither head nor body longer than this.
+# HAProxy retries a request if its replica is gone or died without sending a byte, but only if it had read the whole
+# request before. So it buffers requests, and waits at most this long for head and body.
 RETRY = ("conn-failure empty-response", "option http-buffer-request", "timeout http-request 10s")
-# Read by Ray's processes when they start; what is set already stays.
+# Read by Ray's processes when they start. Variables that are already set are kept.
 ENVIRONMENT = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
-    "RAY_SERVE_HAPROXY_RETRY_ON": "\n    ".join(RETRY),  # Ray writes it into HAProxy's defaults as it stands
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds milliseconds and loses requests of killed replicas
+    "RAY_SERVE_HAPROXY_RETRY_ON": "\n    ".join(RETRY),  # Ray writes it verbatim into HAProxy's defaults
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + HEAD),
-    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line a request, read in Python; HAProxy's own exporter stays
-    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # of silence in the middle of a request; Ray's default is an hour
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the front only waits: two changes of thread a message buy nothing
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line per request, read in Python; HAProxy's exporter stays on
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # silence in the middle of a request; Ray's default is an hour
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the front only awaits; saves two thread switches per message
     "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # HAProxy leaves a replica out within one; Ray's default is 30
-    "RAY_worker_niceness": "0",  # Ray runs replicas and HAProxy at 15: whatever else the machine does comes first
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # HAProxy drops a replica within one; Ray's default is 30
+    "RAY_worker_niceness": "0",  # Ray's default is 15, so that any other process on the machine would come first
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every replica serves; paths must be readable on every machine.
+    """What every replica serves. Paths must be readable on every machine.
 
     Args:
-        folders: arm -> folder; several only for an experiment.
+        folders: arm -> folder of its model; several only for an experiment.
         sla: seconds from arrival to answer.
-        options: keyword arguments of `loka.serving.opening.open_model`, for every arm.
-        token_file: of bearer tokens.
-        shares, salt: which user gets which arm.
+        options: keyword arguments of `loka.serving.open_model`, for every arm.
+        token_file: file of bearer tokens.
+        shares, salt: split of the users over the arms (`loka.serving.Split`).
         events: folder of the experiment's events.
-        shadow: the second arm runs too, and nobody sees its answers.
+        shadow: also run the second arm, without returning its answers.
         log: "all", "errors" or "none".
-        body: bytes of a request; a larger one than the default needs RAY_SERVE_HAPROXY_TUNE_BUFSIZE, which `run` sets, and makes every request slower.
+        body: largest request body, in bytes. More than the default needs a larger RAY_SERVE_HAPROXY_TUNE_BUFSIZE, which
+            `run` sets, and slows down every request.
     """
 
     folders: dict[str, str]
@@ -88,15 +94,15 @@ class Settings:
 
     @property
     def split(self) -> Split | None:
-        """The experiment, if there is one."""
+        """The split of the experiment, if there is one."""
         return None if self.shares is None else Split(tuple(self.folders), tuple(self.shares), self.salt)
 
     def open(self) -> Front:
-        """The models, opened and not yet warm, behind a front."""
+        """Open the models, without warming them, and return their front."""
         split, options = self.split, self.options
         service = Service(
             {arm: open_model(folder, name=arm, **options) for arm, folder in self.folders.items()},
-            policy=Policy(sla=self.sla, reserve=min(0.005, self.sla / 10)),  # HAProxy costs more than loopback
+            policy=Policy(sla=self.sla, reserve=min(0.005, self.sla / 10)),  # HAProxy adds latency
             opener=lambda folder: open_model(folder, **options),
             split=split,
             events=open_log(self.events, tuple(self.folders), split),
@@ -107,15 +113,15 @@ class Settings:
 
 
 def build_app(settings: Settings, *, replicas: int = 1, gpus: float = 0.0) -> Any:
-    """A Ray Serve application.
+    """Build a Ray Serve application.
 
     Args:
         settings: what every replica serves.
-        replicas: how many processes.
-        gpus: that one replica takes; models on cuda take one unless told otherwise.
+        replicas: number of processes.
+        gpus: GPUs of each replica; default: one for models on cuda, else none.
 
     Returns:
-        What `ray.serve.run` takes.
+        The application, for `ray.serve.run`.
     """
     serve = need_ray()
     if replicas < 1:
@@ -124,19 +130,19 @@ def build_app(settings: Settings, *, replicas: int = 1, gpus: float = 0.0) -> An
     deployment = serve.deployment(
         name=NAME,
         num_replicas=replicas,
-        max_ongoing_requests=4096,  # admission is ours
+        max_ongoing_requests=4096,  # our scheduler does the admission
         user_config={"generation": 0},
         ray_actor_options={"num_gpus": takes, "num_cpus": 1},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=10 * settings.sla + 5,
-        logging_config={"enable_access_log": False},  # a line a request costs more than the request
+        logging_config={"enable_access_log": False},  # logging a line costs more than the request itself
     )(serve.ingress()(Replica))
     return deployment.bind(settings)
 
 
 def from_file(args: dict[str, Any]) -> Any:
-    """The application of a deployment file: its `args` are those of `Settings`, and `replicas` and `gpus`."""
+    """Build the application of a deployment file, whose `args` are those of `Settings`, `replicas` and `gpus`."""
     rest = dict(args)
     more = {name: rest.pop(name) for name in ("replicas", "gpus") if name in rest}
     return build_app(Settings(**rest), **more)
@@ -151,13 +157,14 @@ def run(
     wait: bool = True,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start Ray on this machine, or join the cluster of RAY_ADDRESS, serve, and stay until SIGTERM or Ctrl-C; SIGHUP reads the bundles again.
+    """Start Ray on this machine, or join the cluster of RAY_ADDRESS, and serve until SIGTERM or Ctrl-C. SIGHUP reloads.
 
     Args:
         settings: what every replica serves.
-        host, port: of the ingress; an address that others reach needs tokens.
-        wait: stay; otherwise return once the replicas are ready.
-        ready: called when every replica is.
+        host, port: address of the ingress; one that other machines can reach needs tokens.
+        replicas: number of processes.
+        wait: serve until stopped; otherwise return once the replicas are ready.
+        ready: called when every replica is ready.
     """
     if not is_local(host) and settings.token_file is None:
         raise ValueError(f"host {host} can be reached by others: that needs a token; hint: --token-file FILE")
@@ -180,13 +187,13 @@ def run(
 
     def reload(number: int) -> None:
         try:
-            reload_replicas(handle, replicas, stop=lambda: number != reloads)  # a later one begins anew
+            reload_replicas(handle, replicas, stop=lambda: number != reloads)  # a later reload starts over
         except Exception:
             log.exception("reload failed")
 
     while not {signal.SIGTERM, signal.SIGINT} & set(heard):
         if signal.SIGHUP in heard:
-            heard.remove(signal.SIGHUP)  # that one alone: a SIGTERM may have come since
+            heard.remove(signal.SIGHUP)  # only this one: a SIGTERM may have arrived since
             reloads += 1
             reloader.submit(reload, reloads)
         time.sleep(0.2)
@@ -198,7 +205,7 @@ def run(
 
 
 def drain_ingress(seconds: float) -> None:
-    """Let HAProxy on every machine finish what it has, and take no new connections: Ray kills it in the middle of requests."""
+    """Let HAProxy on every machine finish its requests and accept no new ones; Ray would kill it in mid-request."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -212,7 +219,10 @@ def drain_ingress(seconds: float) -> None:
 
 
 def stop_haproxy(node: str, seconds: float) -> None:
-    """On its machine: tell HAProxy of this Ray node to end, and wait until it has. Its configuration lies in a folder of the node's name."""
+    """Tell HAProxy of this Ray node to finish and exit, and wait for it. Runs on that machine.
+
+    It is found by its command line, whose configuration path contains the name of the node.
+    """
     end = time.monotonic() + seconds
 
     def find() -> list[int]:
@@ -232,7 +242,7 @@ def stop_haproxy(node: str, seconds: float) -> None:
 
 
 def need_ray() -> Any:
-    """Ray Serve, or what to install."""
+    """Import Ray Serve, or raise ValueError with the install command."""
     try:
         from ray import serve
     except ImportError as error:

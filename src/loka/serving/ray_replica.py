@@ -1,4 +1,4 @@
-"""One process of Ray Serve: a service with its own scheduler, engines and front, and how all of them read their bundles again."""
+"""One replica of Ray Serve, a process with its own scheduler, engines and front; and the reload of all replicas."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger("loka.serving")
 
 
 class Replica:
-    """One process: opened and warm before Ray sends it anything."""
+    """One process. It is warm before Ray sends it requests."""
 
     async def __init__(self, settings: "Settings") -> None:  # type: ignore[misc] # Ray awaits it
         sys.setswitchinterval(SWITCH)
@@ -33,68 +33,70 @@ class Replica:
         shorten(self.front)
 
     def __serve_build_asgi_app__(self) -> Front:
-        """What Ray puts behind its ingress."""
+        """Return the ASGI application that Ray puts behind its ingress."""
         return self.front
 
     async def check_health(self) -> None:
-        """Raise where the engine hangs: Ray then replaces this replica."""
+        """Raise if an engine hangs or failed to start; Ray then replaces this replica."""
         if not self.front.service.alive:
             raise RuntimeError("the engine hangs or could not be started")
 
     async def reconfigure(self, config: dict[str, Any]) -> None:
-        """Read the folders again where a deployment file has another `generation`."""
+        """Reload the folders if a deployment file changed `generation`."""
         fresh, self.generation = self.generation < 0, config["generation"]
         if not fresh:
             await self.reload(self.name)
 
     async def identify(self) -> str:
-        """A name that no other replica has."""
+        """Return the unique name of this replica."""
         return self.name
 
     async def reload(self, name: str) -> None:
-        """Read the folders again if it is this replica that is meant; a bad bundle is logged, and the old model stays."""
+        """Reload the folders if `name` is this replica. A bad bundle is logged, and the old model stays."""
         if name == self.name:
             await self.front.service.reload_all(self.settings.folders)
 
 
 def reload_replicas(handle: Any, replicas: int, *, stop: Callable[[], bool] = lambda: False) -> None:
-    """Let one replica after the other read its folders again, until all have, those that are only starting now included.
+    """Reload one replica after the other until all have reloaded, including those that are still starting.
 
-    Ray's own update would take each of them out of HAProxy and put it back, every time with a new process of HAProxy and new connections.
+    Ray's own update would remove each replica from HAProxy and add it again, each time with a new HAProxy process and
+    new connections.
 
     Args:
-        handle: of the application.
-        replicas: how many there should be.
-        stop: whether to give up.
+        handle: handle of the application.
+        replicas: expected number of replicas.
+        stop: called to ask whether to give up.
     """
     done: set[str] = set()
     while not stop():
-        names = {name for name in _ask_all(handle, "identify") if isinstance(name, str)}
+        names = {name for name in _call_all(handle, "identify") if isinstance(name, str)}
         if names <= done and len(names) >= replicas:
             return
         for name in sorted(names - done):
-            for failure in filter(None, _ask_all(handle, "reload", name)):
-                log.warning("reload", extra={"fields": {"error": str(failure)}})  # its replica died: another one comes
+            for failure in filter(None, _call_all(handle, "reload", name)):
+                log.warning("reload", extra={"fields": {"error": str(failure)}})  # the replica died; Ray starts another
         done |= names
         time.sleep(0.5)
 
 
-def _ask_all(handle: Any, method: str, *values: Any) -> list[Any]:
-    """What the replicas answer; exceptions are answers too."""
+def _call_all(handle: Any, method: str, *values: Any) -> list[Any]:
+    """Call a method of every replica; return the results, with exceptions among them."""
     from ray.serve.exceptions import DeploymentUnavailableError
 
     try:
         found: list[Any] = handle.broadcast(method, *values).results(return_exceptions=True)
-    except DeploymentUnavailableError:  # there are none just now
+    except DeploymentUnavailableError:  # no replica at the moment
         return []
     return found
 
 
 def shorten(front: Front) -> None:
-    """Let the replica's HTTP server hand requests to the front itself: Ray's tasks, counts and log lines around each cost as much as answering it.
+    """Make the replica's HTTP server pass requests directly to the front.
 
-    Nothing here needs them: limits, deadlines, cancelling and counting are the front's, and a drain waits for the HTTP server. Ray's own paths (/-/...) stay Ray's. Ray leaves the choice of a protocol to uvicorn,
-    which takes what stands under "auto".
+    Ray's own tasks, counters and log lines for a request cost as much as answering it, and are not needed: the front
+    does limits, deadlines, cancellation and metrics, and a drain waits for the HTTP server. Ray's own paths (/-/...)
+    still go to Ray. Ray lets uvicorn choose the protocol, which is the "auto" entry replaced here.
     """
     from uvicorn.config import HTTP_PROTOCOLS
 
@@ -107,7 +109,7 @@ def shorten(front: Front) -> None:
 
         def __init__(self, *values: Any, **named: Any) -> None:
             super().__init__(*values, **named)
-            if self.loop is loop:  # with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=1 the front lives in another
+            if self.loop is loop:  # with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=1 the front is in another loop
                 self.app = Fork(front, self.app)
 
     HTTP_PROTOCOLS["auto"] = Straight
@@ -115,11 +117,11 @@ def shorten(front: Front) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Requests to the front, Ray's own paths to Ray."""
+    """An ASGI application that passes Ray's own paths to Ray and all other requests to the front."""
 
     front: Front
     ray: Any
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle an ASGI scope."""
         await (self.ray if scope["path"].startswith("/-/") else self.front)(scope, receive, send)

@@ -1,7 +1,9 @@
-"""What a model goes through before it answers anybody: every bucket warmed and timed, its promise checked, recorded requests answered.
+"""Prepare a model before it serves: warm and time every bucket, check the SLA, answer recorded requests.
 
-A new model does so beside the one that answers. Two threads in the middle of forwards take Python's lock from each other after every operation: a forward of 1.6 ms then takes 4.6.
-So a newcomer's runs take turns with the engine's batches, and leave two thirds of the time alone. Long ones do not: they compute outside Python, and an engine must not wait for them.
+A new model is prepared in the process of the one that is serving. Two threads that both run a forward contend for the
+GIL after every op: a forward of 1.6 ms then takes 4.6. So the new model's runs take turns with the engine's batches and
+use at most a third of the time. Long runs do not: they spend their time outside Python, and the engine must not wait
+for them.
 """
 
 import contextlib
@@ -16,15 +18,15 @@ from loka.serving.servable import Job, Servable
 from loka.serving.times import BatchTimes, Bucket
 
 REHEARSALS = 5
-SHORT = 0.01  # seconds that an engine may have to wait for a newcomer
+SHORT = 0.01  # longest time, in seconds, that an engine waits for a new model's run
 
 
 class Turns:
-    """Runs of a model that nobody uses yet.
+    """Run a model that does not serve yet, taking turns with the engines that do.
 
     Args:
-        engines: locks, each held by an engine while it runs a batch; none where nobody answers yet.
-        longest: seconds of a run that may keep them waiting.
+        engines: locks, each held by an engine while it runs a batch; none if nothing is serving yet.
+        longest: longest run, in seconds, that may block the engines.
     """
 
     def __init__(self, engines: Sequence[threading.Lock] = (), *, longest: float = SHORT) -> None:
@@ -32,7 +34,7 @@ class Turns:
         self._took: dict[Bucket, float] = {}
 
     def run(self, model: Servable, bucket: Bucket, jobs: Sequence[Job]) -> tuple[list[Any], float]:
-        """The answers, and the seconds that they took; the first run of a bucket waits for nobody, since nobody knows how long it is."""
+        """Return the answers and the seconds they took. A bucket's first run does not block engines: it may be long."""
         polite = self._took.get(bucket, math.inf) <= self.longest
         with contextlib.ExitStack() as held:
             for engine in self.engines if polite else ():
@@ -46,7 +48,7 @@ class Turns:
 
 
 def rehearse(model: Servable, turns: Turns) -> BatchTimes:
-    """Warm every bucket and time it: what a scheduler plans with."""
+    """Warm every bucket and time it, for the scheduler to plan with."""
     times = BatchTimes()
     model.warm()
     for bucket in model.buckets:
@@ -57,7 +59,7 @@ def rehearse(model: Servable, turns: Turns) -> BatchTimes:
 
 
 def check_promise(model: Servable, policy: Policy, times: BatchTimes) -> None:
-    """Refuse an SLA that the smallest batch of some context cannot meet."""
+    """Raise ValueError if the smallest batch of some context cannot meet the SLA."""
     buckets = [Bucket(*bucket) for bucket in model.buckets]
     for context in sorted({bucket.context for bucket in buckets}):
         bucket = min(b for b in buckets if b.context == context)
@@ -70,12 +72,15 @@ def check_promise(model: Servable, policy: Policy, times: BatchTimes) -> None:
 
 
 def probe(model: Servable, requests: Sequence[Any], turns: Turns) -> list[str]:
-    """Answer recorded requests with a model that nobody uses yet; returns what is wrong with the answers.
+    """Answer recorded requests with a model that does not serve yet; return what is wrong with the answers.
 
     Args:
-        model: warm.
-        requests: what clients asked before; without any, examples of the model's own.
-        turns: when it may run.
+        model: a warm model.
+        requests: earlier requests of clients; without any, an example of the model is used.
+        turns: takes turns with the engines that serve.
+
+    Returns:
+        One message per problem: a request that cannot be read, an empty answer, a value that is not finite.
     """
     wrong: list[str] = []
     jobs: list[Job] = []

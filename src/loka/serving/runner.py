@@ -1,8 +1,9 @@
-"""One model at work: the scheduler, a thread for the engine, and futures for whoever waits.
+"""Run one model: its scheduler, its engine thread, and the futures of waiting requests.
 
-The engine's thread takes the next batch from the scheduler by itself when one ends, so that a busy event loop never keeps the engine waiting; the loop offers and cancels. Both
-hold one lock, for microseconds. Before the first request every bucket is warmed and timed. A new model is put in between two batches: whoever waits is read again
-by the new one, with the deadline it had.
+When a batch ends, the engine thread takes the next one from the scheduler itself, so that a busy event loop never keeps
+the engine waiting; the loop only submits and cancels. Both hold one lock, for microseconds. Every bucket is warmed and
+timed before the first request. A new model is swapped in between two batches: waiting requests are read again by the
+new model and keep their deadlines.
 """
 
 import asyncio
@@ -27,14 +28,18 @@ HUNG = 5.0  # seconds that a batch may take beyond ten times its planned duratio
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not a failure
-    """A request that gets no result, and what its client is told.
+    """A request that gets no result, and the response to its client.
 
     Args:
         status: HTTP status.
-        reason: one word for machines.
-        message: for people.
-        retry_after: seconds.
-        path: of the field to blame.
+        reason: machine-readable reason, one word.
+        message: human-readable message.
+        retry_after: seconds after which to retry.
+        path: path of the invalid field.
+
+    Example:
+        >>> Refused(429, "queue", "the queue is full", retry_after=0.5).status
+        429
     """
 
     def __init__(
@@ -47,24 +52,25 @@ class Refused(Exception):  # noqa: N818 - an answer, not a failure
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request on its way: the future holds the model's answer, or Refused."""
+    """A submitted request. Its future resolves to the model's answer, or raises Refused."""
 
     future: "asyncio.Future[Any]"
     job: Job
     entry: Entry | None = None
     model: Servable | None = None
     batch: Batch | None = None
-    ended: float | None = None  # when its batch had run
+    ended: float | None = None  # when its batch ended
 
 
 class Runner:
-    """Runs one Servable under a Policy. Public methods but `prepare` are called in the event loop.
+    """Run one Servable under a Policy. All public methods except `prepare` are called in the event loop.
 
     Args:
-        model: what runs.
-        policy: the promise.
-        telemetry: where it is counted.
-        arm: the name this model has in the counts.
+        model: the model to run.
+        policy: its deadline and limits.
+        telemetry: where to record metrics.
+        arm: label of this model in the metrics; default: its name.
+        clock: a monotonic clock.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class Runner:
         self.arm = arm or model.name
         self.recorded: deque[Any] = deque(maxlen=RECORDED)
         self.scheduler: Scheduler | None = None
-        self.captured = 0  # when it became ready
+        self.captured = 0  # captures of the model when it became ready
         self.turn = threading.Lock()  # held while a batch runs
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,22 +96,22 @@ class Runner:
         self._seen = 0
 
     async def start(self) -> None:
-        """Warm and time every bucket in the engine's thread; then requests are taken."""
+        """Start the engine thread, warm and time every bucket there, and then accept requests."""
         self._loop = asyncio.get_running_loop()
         warm: asyncio.Future[None] = self._loop.create_future()
-        threading.Thread(target=self._live, args=(warm,), name=f"loka-{self.arm}", daemon=True).start()
+        threading.Thread(target=self._run_engine, args=(warm,), name=f"loka-{self.arm}", daemon=True).start()
         await warm
 
-    def _live(self, warm: "asyncio.Future[None]") -> None:
-        """The engine's thread."""
+    def _run_engine(self, warm: "asyncio.Future[None]") -> None:
+        """Prepare the model, then run batches until closed. The target of the engine thread."""
         try:
             scheduler = self.prepare(self.model, Turns())
-        except BaseException as failure:  # told to whoever started it
-            self._tell_loop(_settle, warm, None, failure)
+        except BaseException as failure:  # raised in `start`
+            self._call_in_loop(_settle, warm, None, failure)
             return
         self.captured, self.scheduler = self.model.captures, scheduler
-        self._tell_loop(_settle, warm, None, None)
-        while (batch := self._take()) is not None:
+        self._call_in_loop(_settle, warm, None, None)
+        while (batch := self._next_batch()) is not None:
             answers: list[Any] = []
             error: BaseException | None = None
             try:
@@ -113,58 +119,58 @@ class Runner:
                     answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
                 if len(answers) != len(batch.entries):
                     raise RuntimeError(f"{len(answers)} answers for {len(batch.entries)} requests")
-            except BaseException as caught:  # whoever waits must learn of it; the queue goes on
+            except BaseException as caught:  # passed to the waiting requests; the engine goes on
                 error = caught
             with self._changed:
                 now = self.clock()
                 assert self.scheduler is not None  # set above
                 self.scheduler.finish(now=now, learn=error is None)
-            self._tell_loop(self._deliver, batch, answers, error, now)
+            self._call_in_loop(self._deliver, batch, answers, error, now)
 
-    def _take(self) -> Batch | None:
-        """Wait for the next batch; None when the runner is closed."""
+    def _next_batch(self) -> Batch | None:
+        """Wait for the next batch; return None when the runner is closed."""
         with self._changed:
             while not self._stopped:
                 if self._next is not None:
-                    self._exchange()
-                assert self.scheduler is not None  # the thread is alive
+                    self._swap_in()
+                assert self.scheduler is not None  # set before the first call
                 batch, dropped = self.scheduler.start(now=self.clock())
                 if dropped:
-                    self._tell_loop(self._drop, dropped)
+                    self._call_in_loop(self._refuse_dropped, dropped)
                 if batch is not None:
                     return batch
                 self._changed.wait()
         return None
 
-    def _tell_loop(self, what: Callable[..., object], *values: Any) -> None:
-        assert self._loop is not None  # started
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def _call_in_loop(self, what: Callable[..., object], *values: Any) -> None:
+        assert self._loop is not None  # set by start
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits any more
             self._loop.call_soon_threadsafe(what, *values)
 
     def prepare(self, model: Servable, turns: Turns) -> Scheduler:
-        """A scheduler for a model, warm then, or ValueError where it cannot keep the promise."""
+        """Warm a model and return a scheduler for it, or raise ValueError if it cannot meet the SLA."""
         times = rehearse(model, turns)
         check_promise(model, self.policy, times)
         return Scheduler(model.buckets, policy=self.policy, times=times)
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self.scheduler is not None and not self._closing and not self.hung
 
     @property
     def hung(self) -> bool:
-        """Whether a batch has been running for far longer than any before."""
+        """Whether a batch has been running for far longer than planned."""
         batch = None if self.scheduler is None else self.scheduler.running
         return batch is not None and self.clock() - batch.started > HUNG + 10 * batch.expected
 
     @property
     def captured_since_ready(self) -> int:
-        """Shapes prepared after the model was ready: zero, or something was missed in warming."""
+        """The number of shapes prepared after the model was ready. If not zero, warming missed some."""
         return self.model.captures - self.captured if self.scheduler is not None else 0
 
     def submit(self, request: Any, *, arrived: float) -> Ticket:
-        """Queue a request that was decoded; raises Refused, or FieldError where it does not fit the model."""
+        """Queue a decoded request. Raises Refused if it is not admitted, FieldError if it does not fit the model."""
         if self.scheduler is None:
             raise Refused(503, "warming", "the model is warming up", retry_after=1.0)
         if self._closing:
@@ -193,19 +199,19 @@ class Runner:
         return ticket
 
     def sent(self, ticket: Ticket) -> None:
-        """The answer has left: how long that took is time that the next ones do not have."""
+        """Record that the answer was sent, so that the scheduler learns how long sending takes."""
         if self.scheduler is not None and ticket.ended is not None:
             self.scheduler.learn_sending(self.clock() - ticket.ended)
 
     def cancel(self, ticket: Ticket) -> None:
-        """The client went away."""
+        """Cancel a request whose client disconnected."""
         with self._changed:
             gone = self.scheduler is not None and ticket.entry is not None and self.scheduler.cancel(ticket.entry)
         if gone:
             self.telemetry.count("loka_cancelled_total", model=self.arm)
         ticket.future.cancel()
 
-    def _drop(self, entries: Sequence[Entry]) -> None:
+    def _refuse_dropped(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self.telemetry.count("loka_dropped_total", model=self.arm)
             _refuse(entry.job, 503, "deadline", "the deadline can no longer be met", retry_after=self.policy.sla)
@@ -222,9 +228,9 @@ class Runner:
             log.error("batch failed", exc_info=error, extra={"fields": fields})
             for entry in batch.entries:
                 _refuse(entry.job, 500, "engine", "the model failed; the server's log says why")
-        self._tell(batch, now)
+        self._record_metrics(batch, now)
 
-    def _tell(self, batch: Batch, now: float) -> None:
+    def _record_metrics(self, batch: Batch, now: float) -> None:
         count, observe, arm = self.telemetry.count, self.telemetry.observe, self.arm
         count("loka_batches_total", model=arm, bucket=f"{batch.bucket.units}x{batch.bucket.context}")
         count("loka_units_total", batch.units, model=arm)
@@ -238,16 +244,17 @@ class Runner:
             observe("loka_queue_seconds", batch.started - entry.arrived, LATENCIES, model=arm)
 
     async def swap(self, model: Servable, scheduler: Scheduler) -> None:
-        """Put a warm model in place of this one, between two batches."""
+        """Replace the model by a warm one, between two batches."""
         placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._changed:
             if self._next is not None:
-                raise ValueError("another model is being put in place")
+                raise ValueError("another model is being swapped in")
             self._next = (model, scheduler, placed)
             self._changed.notify()
         await placed
 
-    def _exchange(self) -> None:
+    def _swap_in(self) -> None:
+        """Replace model and scheduler, and queue the waiting requests again. Called by the engine thread, locked."""
         assert self._next is not None
         assert self.scheduler is not None
         model, scheduler, placed = self._next
@@ -259,27 +266,27 @@ class Runner:
                 ticket.job = model.read(ticket.job.request)
             except ValueError as error:
                 told = f"the model was replaced, and the new one cannot read this: {error}"
-                self._tell_loop(_refuse, ticket, 503, "reloaded", told)
+                self._call_in_loop(_refuse, ticket, 503, "reloaded", told)
                 continue
             ticket.model = model
             ticket.entry = scheduler.restore(
                 ticket, units=ticket.job.units, length=ticket.job.length, arrived=entry.arrived, deadline=entry.deadline
             )
-        self._tell_loop(_settle, placed, None, None)
+        self._call_in_loop(_settle, placed, None, None)
 
     async def drain(self, timeout: float) -> bool:
-        """Take nothing new and finish what is there; False when time ran out."""
+        """Stop accepting requests and finish those that wait; return False if time ran out."""
         self._closing = True
         end = self.clock() + timeout
         while self.scheduler is not None and (len(self.scheduler) or self.scheduler.running is not None):
             if self.clock() > end:
                 return False
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0)  # answers that were handed over reach their futures
+        await asyncio.sleep(0)  # let answers that were handed over reach their futures
         return True
 
     def close(self) -> None:
-        """Let the thread go; a batch that hangs is not waited for."""
+        """Stop the engine thread, without waiting for a running batch."""
         with self._changed:
             self._closing = self._stopped = True
             self._changed.notify()

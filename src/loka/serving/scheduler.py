@@ -1,28 +1,34 @@
-"""Who runs when: the batching of a server with deadlines, as plain functions of a clock that the caller holds.
+"""Deadline-aware batching and admission, as plain functions of a clock that the caller holds.
 
-A model runs one batch at a time, in one of a few prepared shapes (buckets of units x context length; a unit is a request of a generative model or a row of
-a ranker). Every request has a deadline, by default its arrival plus the service level (SLA). The rules:
+A model runs one batch at a time, in one of a few prepared shapes (buckets of units x context length; a unit is a
+request of a generative model or a row of a ranker). Every request has a deadline, by default its arrival plus the SLA.
+The rules:
 
-    idle        an idle engine runs what is there at once; nobody waits for company
-    order       earliest deadline first; one queue per context bucket, and the queue whose head is due first runs
-    cap         a batch of context c holds at most `cap(c)` units, the most for which somebody who arrives just after it began
-                still meets the SLA:  q(batch) + max(q(batch), q(smallest batch of any context)) <= SLA - reserve
-    size        the first bucket of the quickest way to clear the queue:  f(n) = min over buckets b of  q(b) + f(n - b), f(0) = 0,
-                so that padding is bought only where it is cheaper than another batch; a smaller one where that saves the head
-                and makes nobody else late. Free places are filled from queues of shorter contexts, which costs nothing
-    admission   a newcomer is told at once whether it will be in time: the queue is played forward with learned times, every
-                batch that is not begun at once as long as one at the cap, since later arrivals may fill it. If the newcomer
-                would be late, or make an admitted request late, it is shed, with the time to come back
-    trial       an idle engine with nobody waiting takes a request that is in time at the median, or else one every `TRIAL` SLAs whatever was
-                learned: a slow moment must be able to end
-    giving up   a request that cannot end in time even in the smallest bucket at its median time is dropped when a batch begins
-    leaving     a cancelled request leaves its queue; one whose batch runs is finished with it
+    idle        an idle engine runs waiting requests at once; it does not wait to fill a batch
+    order       earliest deadline first; there is one queue per context, and the one whose head is due first runs
+    cap         a batch of context c holds at most `cap(c)` units, the most for which a request that arrives just after
+                its start still meets the SLA:
+                q(batch) + max(q(batch), q(smallest batch of any context)) <= SLA - reserve
+    size        the first bucket of the fastest way to clear the queue:  f(n) = min over buckets b of  q(b) + f(n - b),
+                f(0) = 0, so that a batch is padded only if that is cheaper than another batch. A smaller bucket if that
+                saves the head and makes no other request late. Free units are filled from queues of shorter contexts,
+                which costs nothing
+    admission   a new request is accepted or shed at once. The queue is simulated with the learned times; a batch that
+                does not start now takes as long as one at the cap, since later arrivals may fill it. The request is
+                shed, with a time to retry, if it would be late or would make an admitted request late
+    trial       an idle engine with an empty queue accepts a request that is in time at the median, or else one every
+                `TRIAL` SLAs whatever the learned times: otherwise one slow phase would shed requests forever
+    drop        when a batch starts, requests that cannot finish in time even in the smallest bucket at its median time
+                are dropped
+    cancel      a cancelled request leaves its queue; one that is already running is finished
 
-q is a high quantile of the learned times (loka.serving.times). A batch that has run past its quantile is expected to take as long again as it is late, so an
-engine that hangs sheds everybody who would wait for it. The reserve is learned too: what answers need to leave after their batch. Time never goes back: an earlier
-`now` counts as the latest one seen.
+q is a high quantile of the learned times (loka.serving.times). A batch that has run past its quantile is expected to
+take as long again as it is late, so requests that would wait for a hanging engine are shed. The reserve is learned too:
+the time between the end of a batch and the sending of its answers. Time never goes backwards: an earlier `now` counts
+as the latest one seen.
 
-There are no threads and no sleeping here: `offer`, `start`, `finish`, `cancel` and `now` are all there is, so that every rule can be tested on a virtual clock.
+There are no threads and no sleeping here, so that every rule can be tested on a virtual clock: the caller calls
+`offer`, `start`, `finish` and `cancel` with the current time.
 """
 
 import bisect
@@ -36,8 +42,10 @@ from loka.serving.times import BatchTimes, Bucket
 
 MEDIAN = 0.5
 TRIAL = 10
-SENT = 256  # answers whose way out is remembered
-MOST = 0.25  # of the SLA, for the reserve: beyond it the machine is overloaded, and waiting less does not help
+SENT = 256  # recent answers whose sending time is kept
+MOST = (
+    0.25  # largest reserve, as a share of the SLA: beyond it the machine is overloaded and more reserve does not help
+)
 
 
 class Scheduler:
@@ -45,8 +53,8 @@ class Scheduler:
 
     Args:
         buckets: (units, context) shapes that the engine has prepared.
-        policy: the promise.
-        times: durations, with every bucket warmed.
+        policy: the SLA and how to plan for it.
+        times: batch durations; every bucket must have some.
 
     Example:
         >>> times = BatchTimes()
@@ -72,63 +80,63 @@ class Scheduler:
         self._now = self._tried = -math.inf
         self._count = 0
         self._caps: dict[int, list[Bucket]] = {}
-        self._ways: dict[int, list[Bucket]] = {}
+        self._first_buckets: dict[int, list[Bucket]] = {}
         self._refresh()
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return len(self._queues)
 
     def waiting(self) -> list[Entry]:
-        """Who waits, earliest deadline first."""
+        """Return the waiting requests, earliest deadline first."""
         return sorted(self._queues, key=lambda e: e.order)
 
     def most_units(self, context: int | None = None) -> int:
-        """Units of the largest bucket: a request with more can never run."""
+        """Return the units of the largest bucket; a request with more can never run."""
         return max(units for units, c in self.buckets if context is None or c == context)
 
     def cap(self, context: int) -> int:
-        """Units that a batch of this context may hold under the SLA."""
+        """Return the largest number of units that a batch of this context may hold under the SLA."""
         return self._caps[context][-1].units
 
     def context_for(self, length: int) -> int:
-        """The smallest context bucket that holds so many items; a longer history is cut to the longest."""
+        """Return the smallest context that holds `length` items, or the longest, to which longer histories are cut."""
         place = bisect.bisect_left(self.contexts, length)
         return self.contexts[min(place, len(self.contexts) - 1)]
 
     def offer(
         self, job: Any, *, now: float, units: int = 1, length: int = 0, deadline: float | None = None
     ) -> Entry | Shed:
-        """Admit a request, or shed it at once; what can never run raises."""
+        """Admit a request or shed it at once. Raises ValueError for a request that can never run."""
         context = self.context_for(length)
         if not 1 <= units <= self.most_units(context):
             raise ValueError(
                 f"a request of {units} units; the buckets of context {context} hold 1 to {self.most_units(context)}"
             )
         now = self._advance(now)
-        entry = self._make(job, units, context, now, now + self.policy.sla if deadline is None else deadline)
+        entry = self._make_entry(job, units, context, now, now + self.policy.sla if deadline is None else deadline)
         if len(self._queues) >= self.policy.queue:
             return Shed("queue", self._wait_for_all(now))
-        if (shed := self._judge(entry, now)) is not None:
+        if (shed := self._check_admission(entry, now)) is not None:
             return shed
         self._queues.add(entry)
         return entry
 
     def restore(self, job: Any, *, units: int, length: int, arrived: float, deadline: float) -> Entry:
-        """Queue a request that was admitted before, by a scheduler that this one replaces."""
-        entry = self._make(job, units, self.context_for(length), arrived, deadline)
+        """Queue a request that was already admitted by the scheduler that this one replaces."""
+        entry = self._make_entry(job, units, self.context_for(length), arrived, deadline)
         self._queues.add(entry)
         return entry
 
     def cancel(self, entry: Entry) -> bool:
-        """Leave the queue; False when the request runs already or is finished."""
+        """Remove a request from its queue; return False if it is already running or finished."""
         if entry.state == "waiting" and self._queues.remove(entry):
             entry.state = "cancelled"
             return True
         return False
 
     def start(self, *, now: float) -> tuple[Batch | None, list[Entry]]:
-        """The batch to run now, if the engine is idle and somebody waits; and who was given up."""
+        """Return the batch to run now, if the engine is idle and requests wait, and the requests that were dropped."""
         now = self._advance(now)
         if self.running is not None:
             return None, []
@@ -142,11 +150,11 @@ class Scheduler:
         for entry in entries:
             self._queues.remove(entry)
             entry.state = "running"
-        self.running = Batch(bucket, entries, now, self._plan(bucket))
+        self.running = Batch(bucket, entries, now, self._planned_time(bucket))
         return self.running, dropped
 
     def finish(self, *, now: float, learn: bool = True) -> None:
-        """The running batch has ended; `learn=False` when it failed, whose duration says nothing."""
+        """Record that the running batch has ended; `learn=False` if it failed and its duration is meaningless."""
         now = self._advance(now)
         if self.running is None:
             raise ValueError("no batch is running")
@@ -161,10 +169,10 @@ class Scheduler:
         self.running = None
 
     def learn_sending(self, seconds: float) -> None:
-        """How long after its batch an answer had left. On a busy machine that is more than any constant, and all of it is taken from the deadline."""
+        """Record how long after its batch an answer was sent. On a busy machine this exceeds any constant reserve."""
         self._sent.append(seconds)
 
-    def _make(self, job: Any, units: int, context: int, arrived: float, deadline: float) -> Entry:
+    def _make_entry(self, job: Any, units: int, context: int, arrived: float, deadline: float) -> Entry:
         self._count += 1
         return Entry(job, units, context, arrived, deadline, self._count)
 
@@ -172,46 +180,50 @@ class Scheduler:
         self._now = max(self._now, now)
         return self._now
 
-    def _plan(self, bucket: Bucket) -> float:
+    def _planned_time(self, bucket: Bucket) -> float:
         return self.times.quantile(bucket, self.policy.quantile)
 
     def _refresh(self) -> None:
-        """The buckets of each context that the SLA allows, at least the smallest; and the quickest way through a queue."""
-        least = max(self._plan(sizes[0]) for sizes in self.sizes.values())
+        """Update the buckets that the SLA allows for each context (at least the smallest), and `_first_buckets`."""
+        least = max(self._planned_time(sizes[0]) for sizes in self.sizes.values())
         for context, sizes in self.sizes.items():
-            fitting = [b for b in sizes if self._plan(b) + max(self._plan(b), least) <= self.policy.sla - self.reserve]
+            fitting = [
+                b
+                for b in sizes
+                if self._planned_time(b) + max(self._planned_time(b), least) <= self.policy.sla - self.reserve
+            ]
             self._caps[context] = sizes[: max(1, sizes.index(fitting[-1]) + 1 if fitting else 1)]
-            self._ways[context] = self._find_ways(self._caps[context])
+            self._first_buckets[context] = self._find_first_buckets(self._caps[context])
 
-    def _find_ways(self, sizes: list[Bucket]) -> list[Bucket]:
-        """The first bucket to run for 1, 2, ... times the smallest bucket's units, up to the largest; the larger one at a tie."""
+    def _find_first_buckets(self, sizes: list[Bucket]) -> list[Bucket]:
+        """Return the bucket to run first if 1, 2, ... times the smallest bucket's units wait; the larger at a tie."""
         step, best = sizes[0].units, [0.0]
-        ways: list[Bucket] = []
+        first: list[Bucket] = []
         for count in range(1, math.ceil(sizes[-1].units / step) + 1):
-            costs = [(self._plan(b) + best[max(0, count - b.units // step)], -b.units, b) for b in sizes]
+            costs = [(self._planned_time(b) + best[max(0, count - b.units // step)], -b.units, b) for b in sizes]
             cost, _, bucket = min(costs)
             best.append(cost)
-            ways.append(bucket)
-        return ways
+            first.append(bucket)
+        return first
 
-    def _sizes_for(self, entry: Entry) -> list[Bucket]:
-        """Buckets a batch with this head may use: up to the cap, or the smallest that holds it when it alone is larger."""
+    def _buckets_for(self, entry: Entry) -> list[Bucket]:
+        """Return the buckets for a batch with this head: up to the cap, or else the smallest that holds the head."""
         allowed = [b for b in self._caps[entry.context] if b.units >= entry.units]
         return allowed or [next(b for b in self.sizes[entry.context] if b.units >= entry.units)]
 
-    def _judge(self, entry: Entry, now: float) -> Shed | None:
-        end, late = self._play(self._queues, entry, now)
+    def _check_admission(self, entry: Entry, now: float) -> Shed | None:
+        end, late = self._simulate(self._queues, entry, now)
         limit = entry.deadline - self.reserve
         if end > limit:
-            return None if self._try(entry, now, limit) else Shed("late", end - limit)
-        if late and late > self._play(self._queues, None, now)[1]:
-            return Shed("others", self._remaining(now) + self._plan(self._sizes_for(entry)[0]))
+            return None if self._allow_trial(entry, now, limit) else Shed("late", end - limit)
+        if late and late > self._simulate(self._queues, None, now)[1]:
+            return Shed("others", self._remaining(now) + self._planned_time(self._buckets_for(entry)[0]))
         return None
 
-    def _try(self, entry: Entry, now: float, limit: float) -> bool:
+    def _allow_trial(self, entry: Entry, now: float, limit: float) -> bool:
         if self.running is not None or len(self._queues):
             return False
-        if now + self.times.quantile(self._smallest(entry), MEDIAN) <= limit:
+        if now + self.times.quantile(self._smallest_bucket(entry), MEDIAN) <= limit:
             return True
         if now - self._tried < TRIAL * self.policy.sla:
             return False
@@ -220,29 +232,32 @@ class Scheduler:
 
     def _wait_for_all(self, now: float) -> float:
         return self._remaining(now) + sum(
-            self._plan(self._caps[c][-1]) * math.ceil(sum(e.units for e in waiting) / self.cap(c))
+            self._planned_time(self._caps[c][-1]) * math.ceil(sum(e.units for e in waiting) / self.cap(c))
             for c, waiting in self._queues.by_context.items()
         )
 
     def _remaining(self, now: float) -> float:
-        """Seconds until the engine is free; a batch that overran is expected to overrun as much again."""
+        """Return the seconds until the engine is free; a late batch is expected to take as long again as it is late."""
         if self.running is None:
             return 0.0
         return abs(self.running.expected - (now - self.running.started))
 
-    def _play(self, queues: Queues, newcomer: Entry | None, at: float, *, begun: bool = False) -> tuple[float, int]:
-        """Run the queues forward: when the newcomer ends, and how many end late. A batch that begins at once takes what it takes."""
+    def _simulate(self, queues: Queues, newcomer: Entry | None, at: float, *, begun: bool = False) -> tuple[float, int]:
+        """Simulate the queues; return when the newcomer ends and how many requests are late.
+
+        A batch that starts now takes the time of its bucket; later ones take as long as one at the cap.
+        """
         queues = queues.copy()
         if newcomer is not None:
             queues.remove(newcomer)
             queues.add(newcomer)
-        at, now_or_never = at + self._remaining(at), self.running is None and not begun
+        at, starts_now = at + self._remaining(at), self.running is None and not begun
         end, late = math.inf, 0
         while (head := queues.first()) is not None:
-            full = self._sizes_for(head)[-1]
-            bucket, entries = self._gather(queues, head, self._quickest(queues, head) if now_or_never else full)
-            at += self._plan(bucket) if now_or_never else max(map(self._plan, self._sizes_for(head)))
-            now_or_never = False
+            full = self._buckets_for(head)[-1]
+            bucket, entries = self._gather(queues, head, self._first_bucket(queues, head) if starts_now else full)
+            at += self._planned_time(bucket) if starts_now else max(map(self._planned_time, self._buckets_for(head)))
+            starts_now = False
             for entry in entries:
                 queues.remove(entry)
                 late += at > entry.deadline - self.reserve
@@ -254,40 +269,43 @@ class Scheduler:
         gone = [
             entry
             for entry in queues
-            if not entry.trial and now + self.times.quantile(self._smallest(entry), MEDIAN) > entry.deadline
+            if not entry.trial and now + self.times.quantile(self._smallest_bucket(entry), MEDIAN) > entry.deadline
         ]
         for entry in gone:
             queues.remove(entry)
         return gone
 
-    def _smallest(self, entry: Entry) -> Bucket:
+    def _smallest_bucket(self, entry: Entry) -> Bucket:
         return next(b for b in self.sizes[entry.context] if b.units >= entry.units)
 
     def _choose(self, queues: Queues, now: float) -> tuple[Bucket, list[Entry]] | None:
-        """The next batch by the rules above; the queues stay as they are."""
+        """Return the next batch by the rules of this module, without changing the queues."""
         head = queues.first()
         if head is None:
             return None
         left = head.deadline - self.reserve - now
-        wanted = self._quickest(queues, head)
+        wanted = self._first_bucket(queues, head)
         chosen = self._gather(queues, head, wanted)
-        if self._plan(chosen[0]) > left:
-            timely = [b for b in self._sizes_for(head) if b < wanted and self._plan(b) <= left]
+        if self._planned_time(chosen[0]) > left:
+            timely = [b for b in self._buckets_for(head) if b < wanted and self._planned_time(b) <= left]
             if timely:
                 smaller = self._gather(queues, head, timely[-1])
                 chosen = min(chosen, smaller, key=lambda found: self._count_late(queues, found, now))
         return chosen
 
     def _count_late(self, queues: Queues, chosen: tuple[Bucket, list[Entry]], now: float) -> int:
-        """How many would be late if this ran now."""
-        rest, end = queues.copy(), now + self._plan(chosen[0])
+        """Return how many requests would be late if this batch ran now."""
+        rest, end = queues.copy(), now + self._planned_time(chosen[0])
         for entry in chosen[1]:
             rest.remove(entry)
         own = sum(end > entry.deadline - self.reserve for entry in chosen[1])
-        return own + self._play(rest, None, end, begun=True)[1]
+        return own + self._simulate(rest, None, end, begun=True)[1]
 
     def _gather(self, queues: Queues, head: Entry, bucket: Bucket) -> tuple[Bucket, list[Entry]]:
-        """The requests of a batch in this bucket, or in a smaller one if that holds what fits; then whoever is shorter."""
+        """Return the smallest bucket, up to this one, that holds the requests that fit, and the requests of the batch.
+
+        Free units are filled with requests of shorter contexts.
+        """
         taken, free = fill(bucket.units, queues.by_context[head.context])
         used = bucket.units - free
         bucket = next(b for b in self.sizes[head.context] if b.units >= used)
@@ -297,12 +315,12 @@ class Scheduler:
             taken += more
         return bucket, taken
 
-    def _quickest(self, queues: Queues, head: Entry) -> Bucket:
-        """The bucket that begins the quickest way to clear the head's queue."""
-        ways, step, units = self._ways[head.context], self.sizes[head.context][0].units, 0
+    def _first_bucket(self, queues: Queues, head: Entry) -> Bucket:
+        """Return the first bucket of the fastest way to clear the head's queue."""
+        first, step, units = self._first_buckets[head.context], self.sizes[head.context][0].units, 0
         for entry in queues.by_context[head.context]:
             units += entry.units
-            if units >= len(ways) * step:
+            if units >= len(first) * step:
                 break
-        wanted = ways[min(len(ways), math.ceil(units / step)) - 1]
-        return max(wanted, self._sizes_for(head)[0])
+        wanted = first[min(len(first), math.ceil(units / step)) - 1]
+        return max(wanted, self._buckets_for(head)[0])

@@ -1,10 +1,10 @@
-"""What a server needs of a model: an interface small enough that a generative engine, a ranker and a test double are all it.
+"""The interface between a server and a model, small enough for a generative engine, a ranker and a test double.
 
-    read    a decoded request -> a Job, validated, with its size; raises FieldError naming the field
-    run     jobs in a bucket -> one answer each, in order
-    warm    prepare every bucket; afterwards `captures` stands still
+    read    validate a decoded request and return a Job with its size; raises FieldError naming the field
+    run     run jobs in a bucket; return one answer each, in order
+    warm    prepare every bucket; afterwards `captures` must not grow
 
-A server calls `read` in its event loop, so it must be quick, and `run` in one thread that is the model's own.
+A server calls `read` in its event loop, so it must be fast, and `run` in the model's own thread.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,15 @@ from loka.serving.times import Bucket
 
 
 class FieldError(ValueError):
-    """A request that does not fit the model: which field, and why.
+    """A request with an invalid field.
 
     Args:
-        path: of the field, as `$.history[3]`.
+        path: path of the field, such as `$.history[3]`.
         message: what was seen and what was expected.
+
+    Example:
+        >>> str(FieldError("$.top", "60, but the search has 50 beams"))
+        '$.top: 60, but the search has 50 beams'
     """
 
     def __init__(self, path: str, message: str) -> None:
@@ -29,7 +33,18 @@ class FieldError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that was read: its size in a batch, and what the model made of it."""
+    """A request that was read.
+
+    Args:
+        request: the decoded request.
+        units: its size in a batch: 1 for a generative model, its rows for a ranker.
+        length: its context length; 0 for a ranker.
+        data: the model's own representation of it.
+
+    Example:
+        >>> Job(None, units=3, length=0, data=None).units
+        3
+    """
 
     request: Any
     units: int
@@ -38,7 +53,11 @@ class Job:
 
 
 class Servable(Protocol):
-    """A model behind a server."""
+    """A model that can be served.
+
+    Example:
+        >>> model: Servable = open_model("runs/onerec")                                 # doctest: +SKIP
+    """
 
     name: str
     version: str
@@ -50,12 +69,12 @@ class Servable(Protocol):
 
     @property
     def buckets(self) -> list[Bucket]:
-        """(units, context) shapes."""
+        """The shapes that the model prepares, (units, context)."""
         ...
 
     @property
     def captures(self) -> int:
-        """Shapes prepared so far; must not grow once warm."""
+        """The number of shapes prepared so far; must not grow once warm."""
         ...
 
     def warm(self) -> None:
@@ -63,25 +82,25 @@ class Servable(Protocol):
         ...
 
     def example(self, bucket: Bucket) -> list[Job]:
-        """Jobs that fill the bucket, for measuring and probing."""
+        """Return jobs that fill the bucket, for timing and testing."""
         ...
 
     def read(self, request: Any) -> Job:
-        """Validate and translate a request."""
+        """Validate a request and convert it to a job; raises FieldError."""
         ...
 
     def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Any]:
-        """One answer per job: a msgspec struct."""
+        """Run one batch; return one answer per job, a msgspec struct with a property `empty`."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Inputs and outputs as the Open Inference Protocol tells them."""
+        """Return inputs and outputs in the format of the Open Inference Protocol."""
         ...
 
     def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> Any:
-        """A request of `request_type` from named NumPy arrays."""
+        """Make a request of `request_type` from named NumPy arrays and its other fields."""
         ...
 
     def to_tensors(self, answer: Any) -> dict[str, Any]:
-        """An answer as named NumPy arrays."""
+        """Return an answer as named NumPy arrays."""
         ...

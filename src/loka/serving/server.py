@@ -1,12 +1,12 @@
-"""The one-process server: public port, operator's port, signals, logs.
+"""The single-process server: public port, admin port, signals, logs.
 
     Server(open_model("runs/onerec"), sla=0.05, port=8000).run()
 
     with Server(model, sla=0.05, port=0).background() as server:         # in a thread, for notebooks and tests
         server.url
 
-It binds localhost unless told otherwise, and another address only with tokens. SIGTERM and SIGINT drain: no new connections, whoever waits is answered, then the process ends;
-SIGHUP reloads the folders it was started from.
+It binds to localhost by default, and to another address only with tokens. SIGTERM and SIGINT drain: no new connections
+are accepted, waiting requests are answered, then the process exits. SIGHUP reloads the folders it was started from.
 """
 
 import asyncio
@@ -33,23 +33,24 @@ from loka.serving.service import Opener, Service
 from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
-SWITCH = 0.0005  # seconds; with Python's default of 5 ms an engine thread in Python code holds up the front for as long
+SWITCH = 0.0005  # thread switch interval in seconds; at Python's default the engine thread can block the front for 5 ms
 
 
 class Server:
-    """Models behind HTTP.
+    """Serve models over HTTP.
 
     Args:
         models: one model, or arm -> model for an experiment.
         sla: seconds from arrival to answer.
-        host, port: of the public face; port 0 takes a free one.
-        admin_host, admin_port: of the operator's; None: no such port.
-        token_file: who may ask; needed for an address that others can reach.
+        host, port: public address; port 0 takes a free one.
+        admin_host, admin_port: address of metrics, live page and reload; port None: no admin port.
+        token_file: file of bearer tokens; required for an address that other machines can reach.
         split, events: an experiment, and the folder of its events.
-        shadow: the second model runs too, and nobody sees its answers.
+        shadow: also run the second model, without returning its answers.
         folders: arm -> folder that it was opened from, for SIGHUP.
-        opener: makes a model of a folder, for reloads.
-        limits, policy: finer settings; a policy brings its own SLA.
+        opener: opens a model from a folder, for reloads.
+        limits: limits on what clients may use.
+        policy: finer settings instead of `sla`.
         verbose: log every answer.
 
     Example:
@@ -83,8 +84,8 @@ class Server:
                     f"{name} {address} can be reached by others: that needs a token; hint: --token-file FILE"
                 )
         if policy is None:
-            assert sla is not None  # one of them
-            # 2 ms left 0.9 % of the answers late at twice the capacity
+            assert sla is not None  # checked above
+            # with 2 ms, 0.9 % of the answers were late at twice the capacity
             policy = Policy(sla=sla, reserve=min(0.003, sla / 10))
         names = tuple(models) if isinstance(models, dict) else (models.name,)
         if (split is not None or shadow) and events is None:
@@ -103,20 +104,20 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where to ask."""
-        return f"http://{_spell(self.host)}:{self.port}"
+        """URL of the public port."""
+        return f"http://{_format_host(self.host)}:{self.port}"
 
     @property
     def admin_url(self) -> str | None:
-        """Where to look."""
-        return None if self.admin_port is None else f"http://{_spell(self.admin_host)}:{self.admin_port}"
+        """URL of the admin port, or None."""
+        return None if self.admin_port is None else f"http://{_format_host(self.admin_host)}:{self.admin_port}"
 
     def run(self) -> None:
-        """Serve until a signal says to stop; raises where the model cannot keep the promise."""
+        """Serve until SIGTERM or SIGINT; raises ValueError if a model cannot meet the SLA."""
         run_loop(self.serve(signals=True))
 
     async def serve(self, *, signals: bool = False) -> None:
-        """Serve until `stop`; a model that cannot be started ends it with its error."""
+        """Serve until `stop`; raises the error of a model that cannot be started."""
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         sys.setswitchinterval(SWITCH)
         drain = 10 * self.service.policy.sla + 5
@@ -131,7 +132,7 @@ class Server:
             make_listener(app, sock, self.limits, drain=drain) for app, sock in zip(apps, sockets, strict=True)
         ]
         if signals:
-            self._hear()
+            self._install_signal_handlers()
         tasks = [asyncio.create_task(each._serve([sock])) for each, sock in zip(listeners, sockets, strict=True)]
         warming = asyncio.create_task(self._warm())
         stopping = asyncio.create_task(self._stop.wait())
@@ -157,9 +158,9 @@ class Server:
             self.stop()
             raise
         gc.collect()
-        gc.freeze()  # weights and caches live as long as the process: a full collection need not walk them
+        gc.freeze()  # weights and caches live as long as the process, so a full collection need not visit them
 
-    def _hear(self) -> None:
+    def _install_signal_handlers(self) -> None:
         assert self._loop is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self.stop)
@@ -168,7 +169,7 @@ class Server:
         )
 
     def stop(self) -> None:
-        """Drain and end; may be called from any thread."""
+        """Drain and stop; may be called from any thread."""
         if self._loop is not None and self._stop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
 
@@ -177,14 +178,14 @@ class Server:
         """Serve in a thread while the block runs.
 
         Args:
-            wait: seconds until every bucket must be warm.
+            wait: seconds within which every bucket must be warm.
         """
         failed: list[BaseException] = []
 
         def work() -> None:
             try:
                 run_loop(self.serve())
-            except BaseException as error:  # told to whoever waits below
+            except BaseException as error:  # raised below, in the caller's thread
                 failed.append(error)
                 self._listening.set()
 
@@ -206,7 +207,7 @@ class Server:
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, on uvloop where that is installed."""
+    """Run a coroutine like asyncio.run, on uvloop if it is installed."""
     try:
         from uvloop import new_event_loop
     except ImportError:
@@ -215,15 +216,15 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
-def _spell(host: str) -> str:
+def _format_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
 class JsonLines(logging.Formatter):
-    """Log records as one JSON object a line: time, level, message and the fields of the event."""
+    """Format log records as one JSON object per line: time, level, message and the fields of the event."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Format one record."""
         line = {
             "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
             "level": record.levelname.lower(),
@@ -236,7 +237,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Send this room's log to stderr as JSON lines."""
+    """Send the log of loka.serving to stderr as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     log.handlers[:] = [handler]

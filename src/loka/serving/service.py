@@ -1,7 +1,7 @@
-"""What is behind the front: one or several models (arms of an experiment), their runners, and putting new models in place.
+"""The models behind the front (one, or the arms of an experiment), their runners, and reloads.
 
-A reload loads the new bundle beside the old one, warms and times it, answers recorded requests with it, and only then swaps it in between two batches. Whatever goes wrong
-on the way, the old model stays and the reason is told.
+A reload opens the new bundle while the old one serves, warms and times it, answers recorded requests with it, and only
+then swaps it in between two batches. If anything goes wrong, the old model stays and the reason is reported.
 """
 
 import asyncio
@@ -22,20 +22,27 @@ from loka.serving.telemetry import Telemetry
 from loka.serving.wire import Codec
 
 log = logging.getLogger("loka.serving")
-PULSE, FADE = 0.01, 0.5  # seconds between looks at how late the event loop is, and how fast a late look is forgotten
+PULSE, FADE = (
+    0.01,
+    0.5,
+)  # seconds between measurements of the event loop's lag, and the factor by which an old one decays
 Opener = Callable[[str], Servable]
 
 
 class Service:
-    """One model, or the arms of an experiment, with what runs and reloads them.
+    """Run and reload one model, or the arms of an experiment.
 
     Args:
         models: arm -> model, or one model.
-        policy: the promise, for every arm.
-        opener: makes a model of a bundle's folder, for reloads.
-        split: which user gets which arm; needed with several models.
-        events: where exposures are written.
-        shadow: every request also runs in the second arm, whose answers nobody sees.
+        policy: the SLA and its settings, for every arm.
+        opener: opens a model from a bundle's folder, for reloads.
+        split: split of the users over the arms; several models need it, or `shadow`.
+        events: log of exposures and outcomes.
+        shadow: also run every request in the second arm, without returning its answers.
+        clock: a monotonic clock.
+
+    Example:
+        >>> service = Service(open_model("runs/onerec"), policy=Policy(sla=0.05))       # doctest: +SKIP
     """
 
     def __init__(
@@ -66,11 +73,11 @@ class Service:
         self._loading = threading.Lock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loka-loader")
         self._shadows: set[asyncio.Task[None]] = set()
-        self.lag = 0.0  # seconds that the event loop was late lately: a request waited as long before anybody saw it
+        self.lag = 0.0  # recent lag of the event loop in seconds: a request waited as long before it was read
         self._pulse: asyncio.Task[None] | None = None
-        self._watch()
+        self._register_gauges()
 
-    def _watch(self) -> None:
+    def _register_gauges(self) -> None:
         arms = self.runners
 
         def each(read: Callable[[Runner], float]) -> Callable[[], dict[Any, float]]:
@@ -90,17 +97,17 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether every arm takes requests."""
+        """Whether every arm accepts requests."""
         return all(runner.ready for runner in self.runners.values())
 
     @property
     def alive(self) -> bool:
-        """Whether no engine hangs and warming did not fail."""
+        """Whether every model started and no engine hangs."""
         return self.failed is None and not any(runner.hung for runner in self.runners.values())
 
     async def start(self) -> None:
-        """Warm every arm, one after the other; a failure is kept and raised."""
-        self._pulse = asyncio.get_running_loop().create_task(self._feel())
+        """Warm every arm, one after the other; a failure is stored in `failed` and raised."""
+        self._pulse = asyncio.get_running_loop().create_task(self._measure_lag())
         try:
             for runner in self.runners.values():
                 await runner.start()
@@ -109,15 +116,15 @@ class Service:
             self.failed = f"{type(error).__name__}: {error}"
             raise
 
-    async def _feel(self) -> None:
-        """Keep `lag` up to date: on a busy machine requests wait in the socket before the loop reads them, and deadlines count that too."""
+    async def _measure_lag(self) -> None:
+        """Keep `lag` up to date. Deadlines include the time that requests wait in the socket of a busy machine."""
         while True:
             before = self.clock()
             await asyncio.sleep(PULSE)
             self.lag = max(0.0, self.clock() - before - PULSE, FADE * self.lag)
 
     def describe_runner(self, runner: Runner) -> dict[str, Any]:
-        """Model, buckets and caps."""
+        """Return model, caps and batch times, for logs and the live page."""
         scheduler = runner.scheduler
         assert scheduler is not None  # started
         return {
@@ -133,22 +140,22 @@ class Service:
         }
 
     def runner_for(self, name: str) -> Runner:
-        """The runner of a model by its name or arm."""
+        """Return the runner of a model by its name or arm."""
         for arm, runner in self.runners.items():
             if name in (arm, runner.model.name):
                 return runner
         raise Refused(404, "model", f"there is no model {name[:80]!r}; there are {', '.join(self.runners)}")
 
     def choose(self, request: Any) -> Runner:
-        """The runner of the user's arm."""
+        """Return the runner of the user's arm."""
         if self.split is None:
             return self.first
         if request.user is None:
-            raise Refused(400, "field", "an experiment runs: say who asks", path="$.user")
+            raise Refused(400, "field", "an experiment is running: give the id of the user", path="$.user")
         return self.runners[self.split.arm(request.user)]
 
     def submit(self, request: Any, runner: Runner, *, arrived: float) -> Ticket:
-        """Queue a request."""
+        """Queue a request; raises Refused."""
         if self.failed is not None:
             raise Refused(503, "failed", f"the model could not be started: {self.failed}")
         return runner.submit(request, arrived=arrived)
@@ -172,7 +179,7 @@ class Service:
             )  # fmt: skip
 
     def mirror(self, request: Any, request_id: str, answer: Any) -> None:
-        """In shadow mode, ask the second arm too; nobody waits for it, and when it is busy the request is skipped."""
+        """In shadow mode, also run the request in the second arm, in the background; skipped if that arm sheds it."""
         if not self.shadow:
             return
         task = asyncio.get_running_loop().create_task(self._mirror(request, request_id, answer))
@@ -193,18 +200,21 @@ class Service:
             self.events.write("shadow", request_id, arm=runner.arm, ms=round(1e3 * (self.clock() - begin), 3), **fields)
 
     async def reload(self, arm: str, folder: str) -> dict[str, Any]:
-        """Put the model of a folder in place of an arm's; raises ValueError with the reason where the old one stays.
+        """Replace the model of an arm by that of a folder.
 
         Args:
-            arm: whose model.
-            folder: of the new bundle.
+            arm: the arm whose model is replaced.
+            folder: folder of the new bundle.
 
         Returns:
-            Name, version and buckets of the new one.
+            Name, version and batch times of the new model.
+
+        Raises:
+            ValueError: the old model stays; the message says why.
         """
         runner = self.runner_for(arm)
         if self.opener is None:
-            raise ValueError("this server was started from models in memory: there is nothing to reload with")
+            raise ValueError("this server was started from models in memory and has no opener to reload with")
         if not self._loading.acquire(blocking=False):
             raise ValueError("a reload is under way")
         try:
@@ -215,20 +225,20 @@ class Service:
         except Exception as error:
             self.telemetry.count("loka_reloads_total", model=runner.arm, result="refused")
             log.warning("reload refused", extra={"fields": {"folder": folder, "error": str(error)}})
-            raise ValueError(f"{folder}: not put in place, the old model stays: {error}") from error
+            raise ValueError(f"{folder}: not loaded, the old model stays: {error}") from error
         finally:
             self._loading.release()
         self.telemetry.count("loka_reloads_total", model=runner.arm, result="done")
         return self.describe_runner(runner)
 
     async def reload_all(self, folders: Mapping[str, str]) -> None:
-        """`reload` every arm; what is refused is logged, and its old model stays."""
+        """Reload every arm. A failure is logged by `reload`, and that arm keeps its old model."""
         for arm, folder in folders.items():
             with contextlib.suppress(ValueError):
                 await self.reload(arm, folder)
 
     def _open(self, runner: Runner, folder: str, recorded: Sequence[Any]) -> Any:
-        assert self.opener is not None  # checked
+        assert self.opener is not None  # checked by reload
         model = self.opener(folder)
         if model.request_type is not runner.model.request_type:
             raise ValueError(
@@ -241,12 +251,12 @@ class Service:
         return model, scheduler
 
     async def drain(self, timeout: float) -> bool:
-        """Finish what is queued, everywhere."""
+        """Stop accepting requests and finish those that wait, in every arm; return False if time ran out."""
         done = await asyncio.gather(*(runner.drain(timeout) for runner in self.runners.values()))
         return all(done)
 
     def close(self) -> None:
-        """Let threads and files go."""
+        """Stop the threads and close the event log."""
         if self._pulse is not None:
             self._pulse.cancel()
         for runner in self.runners.values():

@@ -1,7 +1,8 @@
-"""What a server counts, as Prometheus reads it and as its live page draws it.
+"""Metrics of a server, for Prometheus and for its live page.
 
-Prometheus' text format is a name, labels and a number a line, so it is written here: the serving stack stays uvicorn and msgspec. Tests read it with Prometheus'
-own parser. Everything is bounded: series by the labels used in this room, the page by `SECONDS` seconds of at most `KEPT` latencies each.
+Prometheus' text format is simple (a name, labels and a number per line), so it is written here without a dependency;
+tests read it with Prometheus' own parser. Memory is bounded: the series by the labels used in this package, the live
+page by `SECONDS` seconds of at most `KEPT` latencies each.
 """
 
 import bisect
@@ -14,30 +15,30 @@ SECONDS, KEPT = 120, 2000
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0, 1024.0, 4096.0)
 HELP = {
-    "loka_requests_total": "Answers by model and HTTP status",
-    "loka_shed_total": "Requests that were refused at once, by reason",
+    "loka_requests_total": "Responses by model and HTTP status",
+    "loka_shed_total": "Requests shed at once, by reason",
     "loka_dropped_total": "Admitted requests that could no longer be answered in time",
-    "loka_cancelled_total": "Requests whose client went away",
+    "loka_cancelled_total": "Requests whose client disconnected",
     "loka_sla_missed_total": "Answers after their deadline",
     "loka_batches_total": "Batches by bucket",
     "loka_units_total": "Units (requests or rows) that ran",
     "loka_padding_total": "Units of batches that were padding",
     "loka_reloads_total": "Reloads by result",
-    "loka_latency_seconds": "From arrival to answer",
-    "loka_queue_seconds": "From arrival to the begin of the batch",
+    "loka_latency_seconds": "Time from arrival to answer",
+    "loka_queue_seconds": "Time from arrival to the start of the batch",
     "loka_batch_seconds": "Duration of a batch",
     "loka_batch_units": "Units in a batch",
-    "loka_queue_requests": "Requests that wait",
-    "loka_captures": "Shapes prepared; must stand still once ready",
-    "loka_captures_after_ready": "Shapes prepared after the server said it was ready",
-    "loka_ready": "Whether every bucket is warm",
-    "loka_model_info": "Which weights answer",
+    "loka_queue_requests": "Waiting requests",
+    "loka_captures": "Shapes prepared; must not grow once ready",
+    "loka_captures_after_ready": "Shapes prepared after the server was ready",
+    "loka_ready": "Whether the model accepts requests",
+    "loka_model_info": "Name and version of the model",
 }
 Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """Counts by upper bound."""
+    """Counts of values by upper bound."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -48,12 +49,16 @@ class Histogram:
         self.total += value
 
     def lines(self, name: str, labels: Labels) -> list[str]:
-        """In Prometheus' form."""
+        """Return the histogram in Prometheus' text format."""
         out, running = [], 0
         for bound, count in zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True):
             running += count
-            out.append(f"{name}_bucket{_spell((*labels, ('le', bound)))} {running}")
-        return [*out, f"{name}_sum{_spell(labels)} {self.total!r}", f"{name}_count{_spell(labels)} {running}"]
+            out.append(f"{name}_bucket{_format_labels((*labels, ('le', bound)))} {running}")
+        return [
+            *out,
+            f"{name}_sum{_format_labels(labels)} {self.total!r}",
+            f"{name}_count{_format_labels(labels)} {running}",
+        ]
 
 
 class Telemetry:
@@ -88,11 +93,11 @@ class Telemetry:
         series[key].add(value)
 
     def watch(self, name: str, read: Callable[[], Mapping[Labels, float]]) -> None:
-        """A gauge that is read when somebody looks."""
+        """Register a gauge, which is read whenever the metrics are rendered."""
         self.gauges[name] = read
 
     def second(self) -> dict[str, Any]:
-        """What is counted for the live page in this second."""
+        """Return the counts of the current second, for the live page."""
         now = int(self.clock())
         if not self._seconds or self._seconds[-1]["at"] != now:
             self._seconds.append(
@@ -101,7 +106,7 @@ class Telemetry:
         return self._seconds[-1]
 
     def answered(self, seconds: float, *, late: bool) -> None:
-        """One answer, for the page."""
+        """Count one answer, for the live page."""
         here = self.second()
         here["answered"] += 1
         here["late"] += late
@@ -109,7 +114,7 @@ class Telemetry:
             here["latencies"].append(seconds)
 
     def history(self) -> list[dict[str, Any]]:
-        """The last two minutes, second by second, with quantiles in milliseconds."""
+        """Return the last two minutes, second by second, with quantiles in milliseconds."""
         now, out = int(self.clock()), []
         for second in self._seconds:
             latencies = sorted(second["latencies"])
@@ -125,14 +130,14 @@ class Telemetry:
         return out
 
     def render(self) -> str:
-        """All of it as Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         lines: list[str] = []
         for name, series in self.counters.items():
             lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} counter"]
-            lines += [f"{name}{_spell(labels)} {value:g}" if value < 1e6 else f"{name}{_spell(labels)} {value!r}" for labels, value in series.items()]  # fmt: skip
+            lines += [f"{name}{_format_labels(labels)} {value:g}" if value < 1e6 else f"{name}{_format_labels(labels)} {value!r}" for labels, value in series.items()]  # fmt: skip
         for name, read in self.gauges.items():
             lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} gauge"]
-            lines += [f"{name}{_spell(labels)} {value!r}" for labels, value in read().items()]
+            lines += [f"{name}{_format_labels(labels)} {value!r}" for labels, value in read().items()]
         for name, found in self.histograms.items():
             lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} histogram"]
             for labels, histogram in found.items():
@@ -144,7 +149,7 @@ def _quantile(values: list[float], q: float) -> float | None:
     return round(1e3 * values[min(len(values) - 1, int(q * len(values)))], 3) if values else None
 
 
-def _spell(labels: Labels) -> str:
+def _format_labels(labels: Labels) -> str:
     def clean(value: str) -> str:
         return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 

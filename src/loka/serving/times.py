@@ -1,11 +1,12 @@
-"""How long a batch takes, learned per bucket while it runs.
+"""Learn how long batches take, per bucket, while the server runs.
 
-The last `window` durations of every bucket are kept and read as quantiles: a high one plans (who is admitted, how large a batch may be), the median says what
-can no longer finish. A quantile of so many values is the smallest that at least that share of them does not exceed, so three values already answer, with
-their largest. Memory is bounded by buckets times window.
+The last `window` durations of every bucket are kept and read as quantiles: a high one for planning (admission, size of
+batches), the median for dropping requests that can no longer finish in time. The q-quantile is the smallest value that
+at least a share q of the values does not exceed, so a high quantile of three values is their largest. Memory is bounded
+by buckets times window.
 
-One slow batch must not close a bucket for ever, as it would where its quantile keeps everybody out: a bucket that has not run for `NEGLECTED` batches of others forgets its
-largest duration, and so is tried again in time.
+One slow batch must not exclude a bucket forever, which would happen if its quantile kept all requests out: a bucket
+that has not run during `NEGLECTED` batches of others forgets its largest duration, and so is tried again eventually.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 
 class Bucket(NamedTuple):
-    """A prepared shape: how many units a batch holds, and how long a context; 0 where there is none."""
+    """A prepared shape: the units of a batch, and the context length (0 for models without one)."""
 
     units: int
     context: int
@@ -24,11 +25,11 @@ class Bucket(NamedTuple):
 
 
 WINDOW = 64
-NEGLECTED = 128
+NEGLECTED = 128  # batches
 
 
 class BatchTimes:
-    """How long batches of every bucket take, learned while the server runs.
+    """The durations of the batches of every bucket, learned while the server runs.
 
     Args:
         window: durations kept per bucket; older ones are forgotten.
@@ -43,14 +44,14 @@ class BatchTimes:
 
     def __init__(self, *, window: int = WINDOW) -> None:
         if window < 1:
-            raise ValueError(f"window={window}: expected at least one duration a bucket")
+            raise ValueError(f"window={window}: expected at least one duration per bucket")
         self.window = window
         self._kept: dict[Bucket, deque[float]] = {}
         self._sorted: dict[Bucket, list[float]] = {}
-        self._rested: dict[Bucket, int] = {}
+        self._rested: dict[Bucket, int] = {}  # batches of other buckets since it last ran
 
     def learn(self, bucket: Bucket, seconds: float) -> None:
-        """Remember one batch."""
+        """Record the duration of one batch."""
         if not (seconds >= 0 and math.isfinite(seconds)):
             raise ValueError(f"a batch of {bucket} took {seconds} s: expected a finite, non-negative duration")
         kept = self._kept.setdefault(bucket, deque(maxlen=self.window))
@@ -59,10 +60,10 @@ class BatchTimes:
         for other in self._rested:
             self._rested[other] += 1
             if self._rested[other] >= NEGLECTED:
-                self._forget(other)
+                self._forget_largest(other)
         self._rested[bucket] = 0
 
-    def _forget(self, bucket: Bucket) -> None:
+    def _forget_largest(self, bucket: Bucket) -> None:
         self._rested[bucket] = 0
         kept = self._kept[bucket]
         if len(kept) > 1:
@@ -70,7 +71,7 @@ class BatchTimes:
             self._sorted[bucket] = sorted(kept)
 
     def quantile(self, bucket: Bucket, q: float) -> float:
-        """Seconds that a share `q` of this bucket's batches did not exceed; a bucket that never ran raises."""
+        """Return the seconds that a share `q` of this bucket's batches did not exceed; raises if it never ran."""
         if bucket not in self._sorted:
             raise ValueError(
                 f"bucket {bucket} has not run yet; hint: warm every bucket before the first request is offered"
@@ -79,5 +80,5 @@ class BatchTimes:
         return values[min(len(values) - 1, max(0, math.ceil(q * len(values)) - 1))]
 
     def known(self, bucket: Bucket) -> int:
-        """How many durations of the bucket are kept."""
+        """Return the number of durations kept for the bucket."""
         return len(self._kept.get(bucket, ()))

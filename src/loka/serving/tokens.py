@@ -1,7 +1,7 @@
-"""Who may ask: bearer tokens from a file, one a line, so that an old and a new one are valid while clients move over.
+"""Bearer tokens from a file, one per line, so that an old and a new token are both valid while clients migrate.
 
-The file is looked at again when it changes, at most once a second; a file that became unreadable or empty keeps the last tokens. Tokens are compared by digest in
-constant time, all of them always, and are never logged or told in an error.
+The file is reread when it changes, checked at most once a second; if it becomes unreadable or empty, the last tokens
+stay valid. Tokens are compared by digest in constant time, always all of them, and never appear in logs or errors.
 """
 
 import hashlib
@@ -11,14 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 SHORTEST = 16  # characters
-EVERY = 1.0  # seconds between looks at the file
+EVERY = 1.0  # seconds between checks of the file
 
 
 class Tokens:
     """The accepted tokens.
 
     Args:
-        path: a file with one token a line; empty lines and lines that begin with `#` are skipped.
+        path: a file with one token per line; empty lines and lines that begin with `#` are skipped.
+        clock: a monotonic clock.
 
     Example:
         >>> tokens = Tokens("serve.tokens")                                             # doctest: +SKIP
@@ -32,7 +33,7 @@ class Tokens:
         self._stamp, self._looked = self._stat(), clock()
 
     def accept(self, header: str | None) -> bool:
-        """Whether an Authorization header carries one of the tokens."""
+        """Return True if an Authorization header carries one of the tokens."""
         self._refresh()
         scheme, _, token = (header or "").partition(" ")
         given = _digest(token.strip())
@@ -50,7 +51,7 @@ class Tokens:
         try:
             self._digests, self._stamp = self._read(), stamp
         except ValueError:
-            return  # half-written: the old tokens stay until it is whole
+            return  # half-written: keep the old tokens until the file is complete
 
     def _stat(self) -> tuple[int, int, int] | None:
         try:

@@ -1,9 +1,13 @@
-"""The Open Inference Protocol, version 2, over HTTP, so that clients of KServe and Triton work: tensors by name, as JSON or behind a JSON header in binary.
+"""The Open Inference Protocol, version 2, over HTTP, for clients of KServe and Triton.
 
-    POST /v2/models/NAME/infer      {"inputs": [{"name", "shape", "datatype", "data"}], "outputs": [...], "parameters": {...}}
-    Inference-Header-Content-Length: n      the first n bytes are JSON, then the tensors whose parameters say `binary_data_size`, in order
+Tensors are given by name, as JSON or in binary after a JSON header:
 
-One inference request is one request to the model. Parameters are the other fields of its request (top, timeout_ms, user, ...).
+    POST /v2/models/NAME/infer      {"inputs": [{"name", "shape", "datatype", "data"}], "outputs": [], "parameters": {}}
+    Inference-Header-Content-Length: n      the first n bytes are JSON; the tensors with a parameter `binary_data_size`
+                                            follow, in order
+
+One inference request is one request to the model. Parameters are the other fields of its request (top, timeout_ms,
+user, ...).
 """
 
 import math
@@ -23,11 +27,12 @@ DTYPES = {
 }  # fmt: skip
 WORDS = {np.dtype(code): word for word, code in DTYPES.items()}
 MOST = 4_000_000  # values of one tensor
+# Parameters of the protocol or of its clients that are not fields of a request
 CLIENTS_OWN = ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
 
 class Input(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One tensor."""
+    """One input tensor."""
 
     name: Annotated[str, Meta(max_length=256)]
     shape: Annotated[list[Annotated[int, Meta(ge=0, le=MOST)]], Meta(max_length=8)]
@@ -37,7 +42,7 @@ class Input(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Output(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One tensor that is asked for."""
+    """One requested output tensor."""
 
     name: str
     parameters: dict[str, Any] = {}
@@ -56,7 +61,7 @@ _decoder = msgspec.json.Decoder(Infer)
 
 
 def read(body: bytes, header_length: str | None, model: Servable) -> tuple[Infer, Any]:
-    """The inference request, and the model's request made of it; or Refused."""
+    """Return the inference request, and the model's request made from it; raises Refused."""
     try:
         size = len(body) if header_length is None else int(header_length)
         if not 0 < size <= len(body):
@@ -105,7 +110,7 @@ def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:
 
 
 def write(infer: Infer, answer: Any, model: Servable, request_id: str) -> tuple[bytes, int | None]:
-    """The body, and the length of its JSON where tensors follow it in binary."""
+    """Return the response body, and the length of its JSON header if binary tensors follow it."""
     arrays = model.to_tensors(answer)
     wanted = {out.name: out for out in infer.outputs} or {name: Output(name=name) for name in arrays}
     missing = set(wanted) - set(arrays)
@@ -131,5 +136,5 @@ def write(infer: Infer, answer: Any, model: Servable, request_id: str) -> tuple[
 
 
 def metadata(model: Servable) -> dict[str, Any]:
-    """`GET /v2/models/NAME`."""
+    """Return the response of `GET /v2/models/NAME`."""
     return {"name": model.name, "versions": [model.version], "platform": "loka", **model.describe()}

@@ -1,7 +1,7 @@
-"""Bytes to requests and answers to bytes: JSON or MessagePack, chosen by content type, strictly typed.
+"""Decode requests and encode answers: JSON or MessagePack by content type, strictly typed.
 
-A body that does not fit is a Refused with status 400 and the path of the field; another content type is a 415. msgspec checks types, bounds and unknown fields while
-it parses. The Open Inference Protocol has its own form, in loka.serving.v2.
+An invalid body raises Refused with status 400 and the path of the field; an unsupported content type is a 415. msgspec
+checks types, bounds and unknown fields while it parses. The Open Inference Protocol is in loka.serving.v2.
 """
 
 import re
@@ -18,7 +18,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Codec:
-    """Decodes requests of one type.
+    """Decode requests of one type.
 
     Example:
         >>> codec = Codec(RecommendRequest)                                             # doctest: +SKIP
@@ -30,18 +30,18 @@ class Codec:
         self._msgpack: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
     def decode(self, body: bytes, content_type: str) -> Any:
-        """A request, or Refused."""
+        """Decode a request; raises Refused."""
         decoder = self._json if content_type == JSON else self._msgpack
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
             raise blame(error) from error
-        except (ValueError, RecursionError) as error:  # DecodeError is one
+        except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
             raise Refused(400, "malformed", f"the body is not valid {content_type}: {error}", path="$") from error
 
 
 def blame(error: Exception) -> Refused:
-    """What a client is told about a field."""
+    """Turn the error of an invalid field into the response to the client."""
     if isinstance(error, FieldError):
         return Refused(400, "field", error.message, path=error.path)
     message, _, path = str(error).rpartition(" - at ")
@@ -49,23 +49,23 @@ def blame(error: Exception) -> Refused:
 
 
 def content_type(value: str | None, encoding: str | None) -> str:
-    """The content type without parameters, or Refused with 415."""
+    """Return the content type without its parameters; raises Refused with 415."""
     kind = (value or "").partition(";")[0].strip().lower()
     if kind != JSON and kind not in MSGPACK:
         seen = f"content type {kind!r}" if kind else "no content type"
         raise Refused(415, "content-type", f"{seen}; expected {JSON} or {MSGPACK[0]}")
     if encoding and encoding.strip().lower() != "identity":
-        raise Refused(415, "content-encoding", "compressed bodies are not read")
+        raise Refused(415, "content-encoding", "compressed bodies are not supported")
     return kind
 
 
 def encode(value: Any, kind: str) -> bytes:
-    """An answer in the form of its request."""
+    """Encode an answer in the content type of its request."""
     return msgspec.msgpack.encode(value) if kind in MSGPACK else msgspec.json.encode(value)
 
 
 def error_body(refused: Refused, request_id: str) -> dict[str, Any]:
-    """What stands in the body of an answer that is no result."""
+    """Return the body of an error response."""
     error: dict[str, Any] = {"reason": refused.reason, "message": refused.message}
     if refused.path is not None:
         error["path"] = refused.path
