@@ -493,7 +493,7 @@ def _hooked(mlp: MLP) -> Chain:
         (lambda m: Chain("t", []), "at least one linear"),
         (lambda m: Chain("t", [Part(Link("norm"), m.layers[0].norm)]), "is a BlockNorm, expected nn.Linear"),
         (lambda m: Chain("t", [Part(Link("last"), m.last), Part(Link("l"), m.layers[0].linear)]), "takes 70 features"),
-        (lambda m: Chain("t", [Part(Link("last", "layer"), m.last)]), "stays outside of the chain"),
+        (lambda m: Chain("t", [Part(Link("last", "layer"), m.last)]), "must be outside of the chain"),
         (lambda m: (chained(m), chained(m)), "is in a chain already"),
         (_hooked, "last has forward or backward hooks"),
         (lambda m: ChainPrecision(gradient="row"), "expected 'tensor', 'block' or 'delayed'"),

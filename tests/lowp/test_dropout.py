@@ -179,7 +179,7 @@ def test_p_is_what_the_module_says_now(seeds: list[Tensor]) -> None:
     assert float(chain.out[0].saturated) == 0  # the layer that drops; the next one sees larger inputs
     assert describe_chain(model, chain).links[0].dropout == 0.1
     model.body[3].p = 1.0
-    with pytest.raises(ValueError, match=r"the dropout behind body.0: p is 1.0, a chain draws with 0 <= p < 1"):
+    with pytest.raises(ValueError, match=r"the dropout after body.0: p is 1.0, a chain draws with 0 <= p < 1"):
         model(x)
 
 
@@ -221,7 +221,7 @@ def test_a_dropout_may_be_a_function_or_one_module_in_many_places(shared: bool, 
         return
     for p in (0.5, 0.0):  # a function must keep what the example showed: the head has run the chain before it is called
         model.p = p
-        with pytest.raises(RuntimeError, match=f"a dropout with p {p:g} was called behind a, where the chain a drew one with p 0.3"):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"a dropout with p {p:g} was called after a, where the chain a drew one with p 0.3"):  # fmt: skip
             model(x)
     model.p = 0.3
     model(x)
@@ -249,8 +249,8 @@ def test_what_stands_behind_a_dropout_ends_the_link_in_training() -> None:
     last = {"0", "3"}
     assert last <= set(ends(nn.Dropout(0.1), nn.ReLU())[0])  # a ReLU changes places with it
     for between, why in (
-        ((nn.Dropout(0.1), nn.GELU()), "2: gelu stands behind a dropout"),
-        ((nn.Dropout(0.1), nn.LayerNorm(64)), "2 normalises after a dropout"),
+        ((nn.Dropout(0.1), nn.GELU()), "2: gelu follows a dropout"),
+        ((nn.Dropout(0.1), nn.LayerNorm(64)), "2 normalizes after a dropout"),
         ((nn.Dropout(0.1), nn.Dropout(0.2)), "2 is a second dropout"),
     ):
         names, said = ends(*between)
@@ -265,7 +265,7 @@ def test_a_chain_found_for_serving_says_what_it_cannot_draw() -> None:
     with torch.no_grad():
         model(x)
         model.train()
-        with pytest.raises(ValueError, match=r"a dropout behind 0 has p 0\.1 and is in training mode"):
+        with pytest.raises(ValueError, match=r"a dropout after 0 has p 0\.1 and is in training mode"):
             model(x)
 
 
@@ -289,7 +289,7 @@ def test_plans_keep_it_name_it_and_compare_it(tmp_path) -> None:
     broken = loaded.units[0].links[0]
     for change, why in (
         ({"dropout_site": "body.2"}, "body.2: is a ReLU, the plan has a dropout there"),
-        ({"dropout_site": None}, "the plan has a dropout behind it, and not where"),
+        ({"dropout_site": None}, "the plan has a dropout after it, but no dropout_site"),
         ({"dropout_site": "nowhere"}, "nowhere: the model has no such module"),
     ):
         links = [msgspec.structs.replace(broken, **change), *loaded.units[0].links[1:]]

@@ -62,13 +62,13 @@ def test_a_tower_of_batch_norms_is_one_chain_in_serving_and_none_in_training(x: 
     assert [link.norm for link in found.units[0].links] == ["batch", "batch", "none"]
     training = loka.units.discover(model.train(), x, linears=64)
     assert [unit.linears for unit in training.units] == [["0"], ["4"], ["8"]]
-    assert "normalises by the batch in training" in training.ends["0"]
+    assert "normalizes by the batch in training" in training.ends["0"]
 
 
 def test_a_batch_norm_over_another_dimension_stays_outside() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.Flatten(), nn.Linear(4096, 1)).eval()  # fmt: skip
     found = loka.units.discover(model, torch.randn(3, 64, 64), serving=True, linears=64)
-    assert found.ends["0"] == "1 (BatchNorm1d) normalises along another dimension"
+    assert found.ends["0"] == "1 (BatchNorm1d) normalizes along another dimension"
 
 
 def test_served_reverted_and_copied(x: Tensor) -> None:
@@ -93,7 +93,7 @@ def test_served_reverted_and_copied(x: Tensor) -> None:
 
 def test_training_mode_is_refused(x: Tensor) -> None:
     model = served(tower(), x).train()
-    with pytest.raises(ValueError, match=r"batch norm behind it is folded .* hint: model.eval"):
+    with pytest.raises(ValueError, match=r"batch norm after it is folded .* hint: model.eval"):
         model(x)
 
 
@@ -158,7 +158,7 @@ def test_another_eps_of_a_folded_norm_is_seen(x: Tensor) -> None:
 
 def test_more_dimensions_than_the_example_are_refused_where_a_batch_norm_would_take_another(x: Tensor) -> None:
     model = served(tower(), x)
-    with torch.no_grad(), pytest.raises(ValueError, match="last dimension"):
+    with torch.no_grad(), pytest.raises(ValueError, match="it takes only"):
         model(torch.randn(3, 96, 64))  # the norm itself would normalise the 96 in the middle
 
 

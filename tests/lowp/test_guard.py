@@ -197,7 +197,9 @@ class TestSwitching:
             model[2].weight[3, 3] = value
         look(model, guard)
         assert {event.action for event in guard.events} == {"reported"}
-        assert "the weight is not finite in 1 of 1 looks" in next(e.reason for e in guard.events if e.site == "2")
+        assert "the weight is not finite in 1 of 1 observed calls" in next(
+            e.reason for e in guard.events if e.site == "2"
+        )
         assert guard.switches == 0
 
     def test_bad_data_switches_nothing(self) -> None:
@@ -241,7 +243,7 @@ class TestSwitching:
         guard = Guard(model, GuardConfig(every=1))
         revert(model)
         for call in (guard.begin_step, guard.check, guard.state_dict):
-            with pytest.raises(ValueError, match="not converted any more: 0, 2, 4"):
+            with pytest.raises(ValueError, match="no longer converted: 0, 2, 4"):
                 call()
         guard.stop()
 
@@ -288,10 +290,10 @@ class TestRestart:
     def test_states_that_do_not_fit(self) -> None:
         guard = Guard(make())
         state = guard.state_dict()
-        with pytest.raises(ValueError, match="no state of a Guard: sites missing"):
+        with pytest.raises(ValueError, match="not the state of a Guard: sites missing"):
             guard.load_state_dict({"step": 1, "switches": 0})
         state["sites"]["7"] = {}
-        with pytest.raises(ValueError, match="switched 7, which this model has not converted"):
+        with pytest.raises(ValueError, match="switched 7, which are not converted in this model"):
             guard.load_state_dict(state)
 
 

@@ -167,13 +167,13 @@ def test_the_cap_and_the_end() -> None:
     guard.stop()
     assert all(chain.health is None for _, chain in chains_of(model))
     loka.revert(model)
-    with pytest.raises(ValueError, match=r"not converted any more: 0, 2, 4"):
+    with pytest.raises(ValueError, match=r"no longer converted: 0, 2, 4"):
         guard.begin_step()
 
 
 def test_a_drift_is_decided_anew() -> None:
     model, x = make()
-    with pytest.raises(ValueError, match="nobody can decide"):
+    with pytest.raises(ValueError, match="this Guard has no `decide`"):
         Guard(model).report_drift("2", "scale moved")
     answers = iter([None, loka.lowp.binding.LinearBinding()])
     guard = Guard(model, decide=lambda site: next(answers))

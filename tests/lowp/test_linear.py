@@ -368,8 +368,8 @@ class TestRefusals:
         [
             ("fprop", "e4m3:row:static", "e4m3:row", "one per tensor"),
             ("fprop", "e4m3:1x128:delayed", "e4m3:row", "one per tensor"),
-            ("fprop", "e4m3:tensor", "e4m3:tensor:delayed", "weight's scale comes from the weight"),
-            ("dgrad", "e4m3:tensor", "e4m3:tensor:static", "weight's scale comes from the weight"),
+            ("fprop", "e4m3:tensor", "e4m3:tensor:delayed", "weight's scale is always dynamic"),
+            ("dgrad", "e4m3:tensor", "e4m3:tensor:static", "weight's scale is always dynamic"),
             ("dgrad", "e5m2:tensor:static", "e4m3:tensor", "gradients have no bound"),
             ("wgrad", "e5m2:tensor:static", "e4m3:tensor", "gradients have no bound"),
         ],
@@ -384,7 +384,7 @@ class TestRefusals:
             ({"save": "fp16"}, "auto, fp8 or high"),
             ({"weights": "sometimes"}, "step, fresh, manual"),
             ({"quantizer": "cutlass"}, "has no backend 'cutlass'"),
-            ({"save": "fp8"}, "fprop and wgrad must both be quantised"),
+            ({"save": "fp8"}, "fprop and wgrad must both be quantized"),
         ],
     )
     def test_options_that_make_no_sense(self, options: dict[str, str], message: str) -> None:

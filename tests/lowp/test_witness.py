@@ -117,7 +117,7 @@ def test_manual_weights_raise() -> None:
     with torch.no_grad():
         model(X)
         model[0].weight.data.mul_(2)
-        with pytest.raises(StaleWeightError, match="changed after it was quantised"):
+        with pytest.raises(StaleWeightError, match="changed after it was quantized"):
             model(X)
 
 

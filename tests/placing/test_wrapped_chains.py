@@ -37,4 +37,4 @@ def test_linears_sharded_apart_are_refused_and_nothing_is_changed(outcomes: dict
     for row in outcomes["apart"]:
         assert "first.0: has hooks" in row["refused"]
         assert row["same"]
-        assert "first.3 is sharded apart from the rest of its chain" in row["said"]
+        assert "first.3 is sharded separately from the rest of its chain" in row["said"]

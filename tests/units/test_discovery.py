@@ -174,7 +174,7 @@ def _protect(model: Net) -> None:
         (straight, {"act": nn.Dropout(0.0)}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (straight, {"act": nn.Dropout(0.5), "serving": True}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (straight, {"act": nn.Softmax(-1)}, [["b", "c"]], "act (Softmax) follows it"),
-        (straight, {"act": nn.BatchNorm1d(96)}, [["b", "c"]], "act (BatchNorm1d) normalises by the batch in training"),
+        (straight, {"act": nn.BatchNorm1d(96)}, [["b", "c"]], "act (BatchNorm1d) normalizes by the batch in training"),
         (straight, {"act": nn.LayerNorm([96])}, [["a", "b", "c"]], "last: it is a prediction layer"),
     ],
 )  # fmt: skip
@@ -335,7 +335,7 @@ def test_scales_follow_where_no_optimizer_steps(monkeypatch: pytest.MonkeyPatch)
             (1000.0 * model(x).sum()).backward()
             sizes.append(float(model[0].weight.grad.norm()))
 
-    with pytest.warns(UserWarning, match=r"no step of a torch optimizer.*loka\.refresh") as told:
+    with pytest.warns(UserWarning, match=r"without a torch optimizer step.*loka\.refresh") as told:
         train(10)
     assert len(told) == 1
     assert sizes[0] < 0.01 * sizes[-1]

@@ -1,4 +1,5 @@
-"""lowp: the modules a plan places, with autograd: linears and whole chains in low precision, their scales, their weights, and the Guard that watches them."""
+"""lowp: the differentiable low-precision modules that a plan places: linears, chains of linears, their scales and
+weights, and the Guard that monitors them."""
 
 from loka.lowp.chain import Chain, Part, chain_of, chains_of
 from loka.lowp.chain_function import ChainPrecision, Link

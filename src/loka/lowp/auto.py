@@ -1,9 +1,11 @@
-"""What `auto` comes to for the GEMMs of a linear on the device it is on, chosen when the linear is bound and written into its binding: that runs, and a summary and a repr name it.
+"""Resolve the backend `auto` for the GEMMs of a linear on its device.
 
-On a GPU the rows of the performance database decide, where there are some for this machine, shape and bucket of rows (`loka.dispatch.speed.fastest_backend`); elsewhere, and without rows, the first
-backend of the registry that can. The binding keeps saying `auto`, so that a linear which is moved to another device is bound to what that device has. What a backend supports may depend on the
-type it writes: under autocast that is another one than the weight's, so both are asked, and where they differ both kernels are named. A call that the chosen backend cannot take (other rows) is
-taken by the first that can.
+The choice is made when the linear is bound and stored in its binding; summaries and reprs show it. On a GPU the
+performance database decides, if it has rows for this machine, shape and number of rows
+(`loka.dispatch.speed.fastest_backend`); otherwise the first backend of the registry that supports the call. The binding
+still says `auto`, so a linear that is moved to another device is resolved again. What a backend supports may depend on
+its output dtype, which under autocast differs from the weight's, so both are resolved, and both are shown if they
+differ. A call that the chosen backend does not support (other rows) runs on the first one that does.
 """
 
 import warnings
@@ -26,7 +28,8 @@ __all__ = ["ROWS", "Pick", "is_emulation", "moved", "settle", "spell_refusals"]
 
 @dataclass(frozen=True)
 class Pick:
-    """What auto took on a device, by the type it writes; who refused before it; and the measured row that decided, if one did."""
+    """What `auto` resolved to on a device: the kernel per output dtype, which backends refused and why, and the
+    measurement that decided, if there is one."""
 
     kernel: str
     device: torch.device
@@ -36,7 +39,7 @@ class Pick:
 
     @property
     def emulated(self) -> bool:
-        """Whether this is emulation where nobody expects it."""
+        """Whether this is emulation on a device with kernels of its own."""
         return any(is_emulation(name, self.device) for name in self.kernel.split())
 
     def __str__(self) -> str:
@@ -44,12 +47,12 @@ class Pick:
 
 
 def is_emulation(backend: str, device: torch.device) -> bool:
-    """The reference on anything with kernels of its own. On a CPU it is what there is."""
+    """Check whether a backend is emulation: the reference on a device other than a CPU, which has nothing else."""
     return backend == "reference" and device.type not in ("cpu", "meta")
 
 
 def settle(binding: LinearBinding, weight: Tensor, rows: int = ROWS) -> tuple[LinearBinding, list[Pick]]:
-    """The binding with what auto picks for this weight written into its GEMMs; nothing is picked where there is no device yet."""
+    """Return the binding with `auto` resolved for this weight, and the picks. A weight on the meta device has none."""
     if weight.device.type == "meta":
         return binding, []
     bound: dict[str, GemmWay] = {}
@@ -64,13 +67,15 @@ def settle(binding: LinearBinding, weight: Tensor, rows: int = ROWS) -> tuple[Li
 
 
 def moved(binding: LinearBinding, weight: Tensor, before: torch.device) -> LinearBinding:
-    """The binding of a linear whose weight was elsewhere before: `auto` written down anew, and emulation that began with the move said aloud."""
+    """Resolve `auto` again after a weight was moved or cast. Warn if the linear is emulated on its new device."""
     binding, picks = settle(binding, weight)
     named = any(is_emulation(g.backend, weight.device) for g in (binding.fprop, binding.dgrad, binding.wgrad) if g)
     if weight.device != before and (named or any(pick.emulated for pick in picks)):
         warnings.warn(
-            f"linears that were converted on {before} are emulated on {weight.device}: right, and slow; hint: loka.revert(model) and convert there", stacklevel=2
-        )  # fmt: skip
+            f"linears that were converted on {before} are emulated on {weight.device}: correct, but slow; "
+            "hint: loka.revert(model) and convert there",
+            stacklevel=2,
+        )
     return binding
 
 
@@ -94,7 +99,7 @@ def _pick(gemm: Gemm, bound: GemmWay, weight: Tensor, rows: int) -> Pick:
 
 
 def spell_refusals(refusals: Mapping[str, str]) -> str:
-    """Who refused and why, those with one reason together."""
+    """Return which backends refused and why, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refusals.items():
         by_reason.setdefault(reason, []).append(name)

@@ -1,11 +1,11 @@
-"""What each of a linear's three GEMMs runs, decided before the first step and never in the middle of one.
+"""The binding of a linear: what each of its three GEMMs runs. It changes only between steps.
 
     fprop   y  = x  W^T      a = x  [M, K]     b = W   [N, K]
     dgrad   dx = dy W        a = dy [M, N]     b = W^T [K, N]
     wgrad   dW = dy^T x      a = dy^T [N, M]   b = x^T [K, M]
 
-Scales of x and dy may be dynamic, or delayed or static with one scale per tensor (`loka.lowp.scaling`). A weight's scales always come from the weight: it is quantised
-once per optimizer step, so there is nothing to save by guessing them.
+Scales of x and dy may be dynamic, or delayed or static with one scale per tensor (`loka.lowp.scaling`). A weight's
+scales always come from the weight: it is quantized once per optimizer step, so a delayed scale would save nothing.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,16 @@ Save = Literal["auto", "fp8", "high"]
 
 @dataclass(frozen=True)
 class LinearBinding:
-    """What each GEMM of a Linear runs; None is high precision.
+    """What each GEMM of a Linear runs.
 
-    save: what backward keeps of x. `fp8` keeps x^T as wgrad's operand: half the bytes of bf16 and the same result, since wgrad quantises x anyway.
-    `high` keeps x, which costs nothing where the op before keeps it too. `auto` is fp8 where fprop and wgrad are quantised.
-    weights: when weights are quantised, see `loka.lowp.weight_cache`. quantizer: the backend of `kernels.quantize`.
+    Args:
+        fprop, dgrad, wgrad: precision and backend of each GEMM; None is high precision.
+        save: what is saved of x for backward. `fp8` saves x^T as wgrad's operand: half the bytes of bf16 and the same
+            result, since wgrad quantizes x anyway. `high` saves x, which is free if the op before saves it too. `auto`
+            is `fp8` if fprop and wgrad are quantized.
+        weights: when weights are quantized, see `loka.lowp.weight_cache`.
+        scaling: how magnitudes are remembered, for delayed and static scales.
+        quantizer: the backend of `kernels.quantize`.
     """
 
     fprop: GemmWay | None = None
@@ -52,18 +57,18 @@ class LinearBinding:
             registry.backend("quantize", self.quantizer)
         for name, spec in self.weight_specs.items():
             if spec.mode != "dynamic":
-                raise ValueError(f"{name}: {spec} of a weight; a weight's scale comes from the weight, once per step")
+                raise ValueError(f"{name}: {spec} for a weight; a weight's scale is always dynamic, once per step")
         for name, spec in {**self.x_specs, **self.dy_specs}.items():
             check_mode(spec, name)
         for name, spec in self.dy_specs.items():
             if spec.mode == "static":
                 raise ValueError(
-                    f"{name}: {spec} of a gradient; gradients have no bound, so their scale is dynamic or delayed"
+                    f"{name}: {spec} for a gradient; gradients have no bound, so their scale is dynamic or delayed"
                 )
         if self.save == "fp8" and not self._can_save_fp8:
             raise ValueError(
-                "save='fp8' keeps x as wgrad's FP8 operand, so fprop and wgrad must both be quantised; "
-                "with wgrad in high precision it would not be high any more"
+                "save='fp8' saves x as wgrad's FP8 operand, so fprop and wgrad must both be quantized; "
+                "a wgrad in high precision needs x in high precision"
             )
 
     @property
@@ -72,7 +77,7 @@ class LinearBinding:
 
     @property
     def saves_fp8(self) -> bool:
-        """Whether backward keeps x^T in low precision instead of x."""
+        """Whether x^T is saved for backward in low precision instead of x."""
         return self.save != "high" and self._can_save_fp8
 
     @property
@@ -99,7 +104,7 @@ class LinearBinding:
         return {**found, "wgrad a": self.wgrad.a} if self.wgrad is not None else found
 
     def with_scales(self, mode: str) -> "LinearBinding":
-        """The same GEMMs with delayed scales for x and dy, or static ones for x; each must be scaled per tensor."""
+        """Return the binding with delayed scales for x and dy, or static ones for x. Each must be scaled per tensor."""
 
         def remembered(spec: Spec) -> Spec:
             if spec.block != TENSOR:
@@ -115,14 +120,14 @@ class LinearBinding:
         return self._map(remembered, remembered if mode == "delayed" else _same)
 
     def with_gradients(self, name: str) -> "LinearBinding":
-        """The same GEMMs with dy in another format: e5m2 has the range of float16, e4m3 one more bit."""
+        """Return the binding with another format of dy: e5m2 has the range of float16, e4m3 one more mantissa bit."""
         if name not in ("e4m3", "e5m2"):
             raise ValueError(f"gradients are e4m3 or e5m2, got {name!r}")
         wanted: Format = FORMATS[name]
         return self._map(_same, lambda s: Spec(wanted, s.block, s.scale, s.mode, s.rounding))
 
     def _map(self, x: Callable[[Spec], Spec], dy: Callable[[Spec], Spec]) -> "LinearBinding":
-        """The binding with other Specs of x and of dy."""
+        """Return the binding with the Specs of x and dy mapped by two functions."""
         return replace(
             self, fprop=_changed(self.fprop, x, _same), dgrad=_changed(self.dgrad, dy, _same), wgrad=_changed(self.wgrad, dy, x)
         )  # fmt: skip
@@ -146,15 +151,16 @@ def _changed(gemm: GemmWay | None, a: Callable[[Spec], Spec], b: Callable[[Spec]
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """How converted linears run apart from their GEMMs: where scales come from, what is saved for backward, when weights are quantised.
+    """Settings of converted linears other than the precision of their GEMMs.
 
     Args:
-        scales: dynamic; delayed (x and dy); static (x, after a calibration).
+        scales: "dynamic", "delayed" (x and dy) or "static" (x, after a calibration).
         gradients: format of dy; None for the recipe's.
-        save: what forward keeps for backward: FP8, high precision, or what is fit.
-        weights: when they are quantised, see `loka.lowp.weight_cache`.
+        save: what is saved of x for backward: "fp8", "high", or "auto" for FP8 if fprop and wgrad are quantized.
+        weights: when weights are quantized: "step" (after they changed), "fresh" (in every forward) or "manual" (only
+            by `loka.refresh` and optimizer steps).
         scaling: how magnitudes are remembered.
-        quantizer: backend of the quantiser.
+        quantizer: backend of the quantization kernels.
 
     Example:
         >>> loka.convert(model, recipe="tensorwise", options=LinearOptions(scales="delayed"))
@@ -168,7 +174,7 @@ class LinearOptions:
     quantizer: str = "auto"
 
     def apply(self, binding: LinearBinding) -> LinearBinding:
-        """The binding with these options."""
+        """Return the binding with these options."""
         if self.gradients is not None:
             binding = binding.with_gradients(self.gradients)
         return replace(

@@ -1,15 +1,15 @@
-"""A chain of linears in FP8 from layer to layer, placed in a model that nobody rewrote.
+"""A chain of linears that passes FP8 from layer to layer, placed in an existing model without rewriting it.
 
-    [linear -> norm -> activation]*  (-> last linear)            one autograd node; what it computes is in `loka.lowp.chain_function`
+    [linear -> norm -> activation]*  (-> last linear)    one autograd node; `loka.lowp.chain_function` has the maths
 
-The modules of a chain stay where they are and what they are to everybody else: the same objects, parameters, names and state_dict. They change their class (`loka.lowp.chain_modules`), as
-`loka.lowp.linear` does: the first linear runs the whole chain, every later module computes nothing.
+The modules of a chain keep their identity, parameters, names and state_dict, and only change their class
+(`loka.lowp.chain_modules`): the first linear runs the whole chain, the later modules compute nothing. So a chain may
+lie in an nn.Sequential, in a custom MLP, or across attributes that a forward calls in order: wherever each output is
+read only by the next module, which is what `loka.units` looks for. It is one autograd node and not one per layer,
+because FP8 tensors cannot travel along autograd's edges: a gradient has the dtype of its tensor.
 
-So a chain may lie in an nn.Sequential, in an MLP of one's own, or across attributes that a forward calls one after another: wherever one module's output is read by the next one alone, which
-is what `loka.units` looks for. One node and not one per layer, because FP8 tensors cannot travel along autograd's edges: a gradient has its tensor's type.
-
-`Chain` is a plain object beside the modules, not a module: nothing of it enters a state_dict. It holds the links, the scales that are remembered between steps, the frozen weights of a serving
-model and the counters that Guard reads.
+`Chain` is a plain object, not a module, so nothing of it enters a state_dict. It holds the links, the scales remembered
+between steps, the frozen weights of a serving model and the counters that Guard reads.
 """
 
 from collections.abc import Sequence
@@ -39,40 +39,44 @@ from loka.nn.mixing import mix, unmix
 
 __all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
 
-TAP = "loka_tap"  # on a linear that somebody watches: who is shown what a chain does that begins there
+TAP = "loka_tap"  # attribute of a linear: the Tap that observes a chain starting at it
 
 HEADROOM = Scaling(history=16, margin=1)  # one doubling from step to step saturates nothing
 
 
 class Tap(Protocol):
-    """Who watches a chain. It is asked in the steps in which it is on, and changes no number."""
+    """An observer of a chain. It is called only in steps where `on` is True and must not change any value."""
 
     @property
     def on(self) -> bool:
-        """Whether the step now running has a look."""
+        """Whether the current step is observed."""
 
     def see(self, chain: "Chain", x: Tensor, y: Tensor, seed: Tensor | None) -> Tensor:
-        """One call: what came in, what went out, what dropout was drawn from. Returns y, or the same numbers in a tensor whose gradient passes by."""
+        """Observe the input, the output and the dropout seed of one call.
+
+        Return y, or a view of it to see its gradient.
+        """
 
 
 class Chain(RunningChain, HandsOn):
-    """Linears that run in FP8 from one to the next.
+    """Linears that run in FP8 and pass FP8 to each other.
 
     Args:
-        name: of the unit, for records and messages.
+        name: the unit's name, for records and messages.
         parts: first to last.
-        precision: how it computes.
-        bounded_input: x comes out of a BlockNorm: it has a static scale.
+        precision: how gradients are scaled, and which kernels run.
+        bounded_input: the input comes from a BlockNorm and has a static scale.
         scaling: how scales are remembered between steps.
 
     Example:
-        >>> chain = Chain("top", [Part(Link("top.0", activation="relu"), model.top[0], passed=(model.top[1],)), Part(Link("top.2"), model.top[2])])
+        >>> first = Part(Link("top.0", activation="relu"), model.top[0], passed=(model.top[1],))
+        >>> chain = Chain("top", [first, Part(Link("top.2"), model.top[2])])
         >>> chain.place()
         >>> model(x)  # runs in FP8
         >>> chain.release()
     """
 
-    @torch.inference_mode(False)  # its scales outlive the block they are made in
+    @torch.inference_mode(False)  # its scales outlive this call, so they must not be inference tensors
     def __init__(
         self,
         name: str,
@@ -90,31 +94,31 @@ class Chain(RunningChain, HandsOn):
         self.forget()
         self._at = self._met = 0
         self._dropping = (0.0,) * len(parts)
-        self.around: nn.Module | None = None  # the layer whose interactions are fused around it
+        self.around: nn.Module | None = None  # the layer whose interactions are fused around this chain
 
     @property
     def tap(self) -> Tap | None:
-        """Who watches its head."""
+        """The observer of this chain, if there is one."""
         tap: Tap | None = self.linears[0].__dict__.get(TAP)
         return tap
 
     def run(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N] in the input's type, or autocast's where it is on."""
+        """Run the chain: [..., K] -> [..., N] in the input's dtype, or autocast's if it is enabled."""
         y, seed = self.compute(x)
         tap = self.tap
         return y if tap is None or not tap.on else tap.see(self, x, y, seed)
 
     def place(self) -> "Chain":
-        """Change the classes of its modules. Refuses modules that somebody watches, naming them."""
+        """Change the classes of the modules. Raise a ValueError if one of them has hooks or is in a chain already."""
         modules = [m for part in self.parts for m in (part.linear, *part.passed)]
         watched = [part.link.linear for part in self.parts if is_watched(part.linear)]
         watched += [
-            f"{type(m).__name__} behind {part.link.linear}" for part in self.parts for m in part.passed if is_watched(m)
+            f"{type(m).__name__} after {part.link.linear}" for part in self.parts for m in part.passed if is_watched(m)
         ]
         if watched:
             raise ValueError(f"{self.name}: {', '.join(watched)} has forward or backward hooks that would see other tensors; hint: remove them first")  # fmt: skip
         if len({id(m) for m in modules}) < len(modules):
-            raise ValueError(f"{self.name}: one module stands in it twice; a module of a chain is called once")
+            raise ValueError(f"{self.name}: a module is in it twice; a module of a chain may be called only once")
         if taken := [type(m).__name__ for m in modules if CHAIN in m.__dict__]:
             raise ValueError(f"{self.name}: {', '.join(taken)} is in a chain already; hint: loka.revert(model) first")
         for index, module in enumerate(modules):
@@ -127,7 +131,7 @@ class Chain(RunningChain, HandsOn):
         return self
 
     def release(self) -> None:
-        """The modules are what they were; parameters keep what was trained."""
+        """Restore the original modules. Parameters keep their trained values."""
         self.thaw()
         unfollow(self)
         for part in self.parts:
@@ -140,13 +144,13 @@ class Chain(RunningChain, HandsOn):
         self.forget()
 
     def split(self, site: str) -> list["Chain"]:
-        """Put one linear back to high precision; what stands before and behind it stays in FP8.
+        """Return one linear to high precision; the linears before and after it stay in FP8.
 
         Args:
             site: the linear's name.
 
         Returns:
-            The chains that are placed now: none, one or two. Scales go on from where they were.
+            The chains that remain: none, one or two. They keep their scales.
         """
         names = [link.linear for link in self.links]
         if site not in names:
@@ -158,7 +162,7 @@ class Chain(RunningChain, HandsOn):
         for begin, end in ((0, at), (at + 1, len(names))):
             if begin == end:
                 continue
-            # its 1 / (1 - p) knows no bound
+            # dropout scales by 1 / (1 - p), which voids the bound
             bounded = self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None
             parts = (*self.parts[begin : end - 1], self.parts[end - 1].as_last())
             half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)

@@ -1,4 +1,4 @@
-"""A chain backward: from dy to the gradients of its input, weights, biases and norms. The maths is in `chain_function`."""
+"""The backward of a chain: from dy to the gradients of its input and parameters. The maths is in `chain_function`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from loka.lowp.chain_function import GIVEN_SPECS, GROUP_SPEC, STATIC_SPEC, TENSO
 
 
 class Gradients(NamedTuple):
-    """Of the input, and one a link of the weights, biases and the norms' own."""
+    """The gradients of the input, and of the parameters of every link."""
 
     x: Tensor | None
     weight: list[Tensor | None]
@@ -29,19 +29,19 @@ def run_backward(
     dy: Tensor, saved: Sequence[Any], layout: Layout, tensors: ChainTensors, *, needs_input: bool, needs_weight: Sequence[bool],
     show: Callable[[int, QTensor], None] | None = None,
 ) -> Gradients:  # fmt: skip
-    """From dy to the gradients of everything.
+    """Compute the gradients of a chain.
 
     Args:
         dy: gradient of the chain's output, [M, N].
-        saved: what `run_forward` kept, the fields of `Kept` link after link.
+        saved: what `run_forward` saved: the fields of `Kept`, link by link.
         layout: of the forward.
-        tensors: of the chain; the norms, the gradients' scales, what they have pending, and the seed are read.
-        needs_input: whether the gradient of x is wanted.
-        needs_weight: the same of every link's weight.
-        show: called as `show(at, g)` with the quantised gradient of every link, last link first.
+        tensors: of the chain. Only the norms, the gradients' scales and pending magnitudes, and the seed are used.
+        needs_input: whether the gradient of x is needed.
+        needs_weight: the same for every link's weight.
+        show: called as `show(at, g)` with the quantized gradient of every link, last link first.
 
     Returns:
-        The gradients; None for what was not wanted or is not there.
+        The gradients; None if not needed or not present.
     """
     count, width = len(layout.links), len(Kept._fields)
     kept = [Kept(*saved[width * i : width * (i + 1)]) for i in range(count)]
@@ -69,7 +69,7 @@ def run_backward(
 
 
 def input_spec(at: int, layout: Layout) -> Spec:
-    """What a link's input is quantised to in training."""
+    """Return the spec of a link's quantized input in training."""
     given = layout.given_input if at == 0 else layout.primed or layout.links[at - 1].bounded
     return STATIC_SPEC if given else TENSOR_SPEC
 
@@ -81,7 +81,7 @@ def _kept_z(kept: Kept, link: Link) -> QTensor | Tensor | None:
 
 
 def _step_back(g: QTensor, w_t: QTensor, at: int, kept: list[Kept], layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[QTensor, QTensor]:  # fmt: skip
-    """g_{at} from g_{at+1} in one kernel: GEMM, the activation's slope, FP8 both ways."""
+    """Compute g_{at} from g_{at+1} in one kernel: GEMM, derivative of the activation, FP8 both ways."""
     link, scale = layout.links[at], tensors.g_scale[at]
     assert scale is not None
     result = fused_linear_dgrad(
@@ -93,7 +93,7 @@ def _step_back(g: QTensor, w_t: QTensor, at: int, kept: list[Kept], layout: Layo
 
 
 def _enter(dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[QTensor, QTensor]:  # fmt: skip
-    """g of a link from the gradient of what it hands on, in 16 bits; the gradients of its bias and norm on the way."""
+    """Compute g of a link from the 16-bit gradient of its output, and the gradients of its bias and norm."""
     link, precision, biased = layout.links[at], layout.precision, layout.bias_types[at] is not None
     backend, draw = precision.quantize_backend, tensors.draw(at, layout)
     if link.norm in ("layer", "rms"):
@@ -128,12 +128,12 @@ def _enter(dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: Chain
 
 
 def _given(q: QTensor, layout: Layout) -> QTensor:
-    """The same numbers under the spec that the other gradients of this chain carry."""
+    """Return the same values with the spec of this chain's other gradients."""
     return QTensor(q.data, q.scale, GIVEN_SPECS[layout.precision.gradient_format]) if layout.delays_gradients else q
 
 
 def _norm_back(dy: Tensor, at: int, kept: Kept, layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[Tensor | QTensor, QTensor | None]:  # fmt: skip
-    """Through a layer or rms norm and the activation behind it; in FP8 both ways where the gradients' scales are delayed."""
+    """Run backward through an activation and a layer or rms norm; with delayed gradient scales, write FP8 both ways."""
     link = layout.links[at]
     assert kept.z is not None
     assert kept.rstd is not None
@@ -152,7 +152,7 @@ def _norm_back(dy: Tensor, at: int, kept: Kept, layout: Layout, tensors: ChainTe
 
 
 def _column_sums(g: QTensor) -> Tensor:
-    """Of a gradient in FP8: what the bias behind a norm gets."""
+    """Sum an FP8 gradient over rows: the gradient of a bias before a norm."""
     return g.data.float().sum(0) * g.scale
 
 
@@ -161,24 +161,17 @@ def _type_of(x: Tensor | None) -> torch.dtype | None:
 
 
 def cast_to(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """A gradient in its parameter's type; None where either is not there."""
+    """Cast a gradient to its parameter's dtype; None if either is None."""
     if gradient is None or dtype is None:
         return None
     return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
 
 def multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: Layout, *, exact: bool = False) -> Tensor:
-    """a [M, K] @ b [N, K]^T. Beside groups of 128, one scale for the tensor is written as groups that all have it: libraries pair groups with groups.
+    """Return a [M, K] @ b [N, K]^T in `dtype`.
 
-    Args:
-        a: in FP8.
-        b: in FP8.
-        dtype: of the result.
-        layout: whose backend and accumulation it has.
-        exact: add up in float32 whatever the layout allows: a weight gradient is a sum over the whole batch.
-
-    Returns:
-        [M, N].
+    If `a` has scales per group of 128 and `b` one scale, that is expanded to groups: libraries pair groups with groups.
+    `exact` disables fast accumulation, for weight gradients, which are sums over the whole batch.
     """
     if a.spec.block == GROUP_SPEC.block and b.scale.dim() == 0:
         rows, columns = b.shape

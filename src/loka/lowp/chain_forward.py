@@ -1,4 +1,7 @@
-"""A chain forward: its input and weights quantised, every layer run, and what backward needs kept in FP8. The maths is in `chain_function`."""
+"""The forward of a chain: quantize its input and weights, run every layer, and save FP8 tensors for backward.
+
+The maths is in `chain_function`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +19,7 @@ from loka.lowp.scaling import find_amax
 
 
 class Kept(NamedTuple):
-    """What one link keeps for backward."""
+    """The tensors that one link saves for backward."""
 
     x_t: Tensor
     x_t_scale: Tensor
@@ -29,15 +32,15 @@ class Kept(NamedTuple):
 
 
 def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout, *, rows: bool = True) -> QTensor:
-    """x_0 without gradients: with the scale that is given, otherwise one scale a row, which a compiler finds where the row is made.
+    """Quantize x_0 without gradients: with its scale if known, otherwise with one scale per row.
 
-    `rows` False: one scale for the tensor, as `quantize_input_both` has it, so that a forward whose gradient is computed by running it again (activation
-    checkpointing) is the same both times.
+    A compiler can fuse row scales with what computes the row. `rows=False` uses one scale for the tensor, as
+    `quantize_input_both` does, so that activation checkpointing, which runs the forward twice, gets the same result.
     """
     backend = layout.precision.quantize_backend
     if backend == "auto" and torch.compiler.is_compiling():
-        # Plain torch: the compiler joins it to what made x, which then never reaches memory in 16 bits, nor is rounded to them: some values become the
-        # neighbouring FP8 number of what the eager chain has.
+        # Plain torch, which the compiler fuses with what computes x. Then x is never written or rounded in 16-bit, so
+        # some values become the FP8 number next to that of the eager chain.
         backend = "compiled"
     if layout.given_input:
         return quantize(x, STATIC_SPEC, scale=scale, backend=backend)
@@ -45,7 +48,7 @@ def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout, *, rows: boo
 
 
 def quantize_input_both(x: Tensor, scale: Tensor | None, layout: Layout) -> tuple[QTensor, QTensor]:
-    """x_0 and its transpose, for training."""
+    """Quantize x_0 and its transpose, for training."""
     backend = layout.precision.quantize_backend
     if not layout.given_input:
         return quantize_found(x, TENSOR_SPEC, backend)
@@ -53,22 +56,25 @@ def quantize_input_both(x: Tensor, scale: Tensor | None, layout: Layout) -> tupl
 
 
 def quantize_found(x: Tensor, spec: Spec, backend: str) -> tuple[QTensor, QTensor]:
-    """x and x^T under a dynamic spec. Compiled, the scale of a whole tensor is found where the compiler can join it to what made x."""
+    """Quantize x and x^T with a dynamic spec.
+
+    When compiling, a tensor scale is computed so that the compiler can fuse it.
+    """
     if spec.block != TENSOR or not torch.compiler.is_compiling() or x.numel() == 0:
         return quantize_both(x, spec, spec, backend=backend)
-    # Row by row first: that reduction has the loops of what makes the rows, so it costs no read of its own.
+    # Reduce rows first: that reduction has the loops of what computes the rows, so it is fused and needs no extra read.
     scale = scale_from_amax(block_amax(x, ROW).amax(), spec)
     given = GIVEN_SPECS[spec.format.name]
     return quantize_both(x, given, given, scale=scale, transpose_scale=scale, backend=backend)
 
 
 def run_plain(a: QTensor, w: QTensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    """A linear with nothing behind it: the library's GEMM."""
+    """Run a linear with nothing after it: the library's GEMM."""
     return scaled_mm(a, w, out_dtype=layout.dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum, bias=bias)  # fmt: skip
 
 
 class Step(NamedTuple):
-    """What one link made: FP8 for the next (and its transpose in training), or 16 bits; and for backward z, rstd, mean."""
+    """The result of one link: FP8 (in training also transposed) or 16-bit, and z, rstd and mean for backward."""
 
     a: QTensor | None
     a_t: QTensor | None
@@ -79,18 +85,15 @@ class Step(NamedTuple):
 
 
 def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
-    """One layer; the last one writes 16 bits, the others FP8 for the next.
+    """Run one layer. The last one writes 16-bit, the others FP8 for the next.
 
     Args:
-        a: its input, [M, K].
-        w: its weight, [N, K].
-        at: which link of the chain it is, from 0.
+        a: the input, [M, K].
+        w: the weight, [N, K].
+        at: the index of the link in the chain.
         layout: of the chain.
-        tensors: of the chain; what the link collects for its scales is written to.
-        training: whether a backward follows, which needs the transpose of what is handed on, and z.
-
-    Returns:
-        What the next link takes, or the output, and what is kept for backward.
+        tensors: of the chain. `pending`, from which delayed scales come, is written to.
+        training: whether a backward follows, which needs z and the transpose of the output.
     """
     link, last = layout.links[at], at == len(layout.links) - 1
     bias, draw = tensors.bias[at], tensors.draw(at, layout)
@@ -100,7 +103,7 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
         result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=training, draw=draw)
         return Step(None, None, _as_tensor(result.y), result.z, result.rstd)
     if link.norm in ("layer", "rms"):
-        # the bias inside the GEMM's kernel: what follows is a kernel of ours, which no compiler could join an addition to
+        # add the bias in the GEMM: what follows is a kernel of ours, with which a compiler cannot fuse an addition
         library = bias is None or (w.shape[0] % 16 == 0 and layout.precision.gemm_backend in ("auto", "torch"))
         h = (
             run_plain(a, w, bias, layout)
@@ -123,7 +126,7 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
 
 
 def _run_normed(h: Tensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
-    """Normalise, activate and quantise what a GEMM wrote in 16 bits."""
+    """Normalize, activate and quantize the 16-bit output of a GEMM."""
     link = layout.links[at]
     norm: dict[str, Any] = {"norm": link.norm, "activation": link.activation, "weight": tensors.norm_weight[at], "bias": tensors.norm_bias[at], "eps": link.eps, "amax": tensors.pending[at], "dropout": tensors.draw(at, layout)}  # fmt: skip
     if layout.primed:
@@ -144,7 +147,7 @@ def _quantize_step(y: Tensor, layout: Layout, *, training: bool, z: QTensor | Te
 
 
 def raise_pending(pending: Tensor | None, x: Tensor) -> None:
-    """The largest magnitude of this step, if anybody collects it."""
+    """Raise `pending` to the largest magnitude of x, if it is collected."""
     if pending is not None:
         pending.copy_(torch.maximum(pending, find_amax(x)))
 
@@ -167,7 +170,10 @@ def _as_tensor(y: QTensor | Tensor) -> Tensor:
 
 
 def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors) -> tuple[Tensor, list[Tensor | None]]:
-    """A chain's output and, those of `Kept` for every link, what its backward needs. `a_t` is the transpose of the quantised input a."""
+    """Run a chain on its quantized input `a` with transpose `a_t`.
+
+    Return the output and the fields of `Kept` per link.
+    """
     saved: list[Tensor | None] = []
     y: Tensor | None = None
     for at in range(len(layout.links)):
@@ -186,7 +192,7 @@ def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors)
 
 
 def _quantize_weight(weight: Tensor, layout: Layout) -> tuple[QTensor, QTensor]:
-    """W and W^T; where both have one scale for the tensor a compiler finds it, faster than our kernel does for a matrix as small as a weight."""
+    """Quantize W and W^T. For a matrix as small as a weight, a compiled amax is faster than our kernel's."""
     precision = layout.precision
     if precision.weight_t_spec == TENSOR_SPEC:
         return quantize_found(weight, TENSOR_SPEC, precision.quantize_backend)

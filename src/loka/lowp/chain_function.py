@@ -1,28 +1,32 @@
-"""What a chain of linears computes in FP8, forward and backward: its layers, its precision and its tensors. `loka.lowp.chain` has the modules, and says why.
+"""The maths of a chain in FP8, forward and backward: its layers, its precision and its tensors.
 
-Layer i of L, with x_0 quantised once and every later x_i written in FP8 by the kernel before it:
+Layer i of L, where x_0 is quantized once and every later x_i is written in FP8 by the kernel before it:
 
-    p_i = x_i W_i^T (+ b_i),   z_i = norm(p_i),   x_{i+1} = activation(z_i) (* kept / (1 - p), dropout in training)         y = the last layer's, in 16 bits
+    p_i = x_i W_i^T (+ b_i),   z_i = norm(p_i),   x_{i+1} = activation(z_i) (* kept / (1 - p), dropout in training)
 
-What x_{i+1} is scaled by depends on what stands between two linears:
+The last layer writes y in 16-bit. The scale of x_{i+1} depends on what is between two linears:
 
-    block norm              static 1/16: no value exceeds sqrt(256) = 16                          one kernel, the norm in its epilogue
-    layer or rms norm       delayed or calibrated                                                 GEMM, then one kernel normalises, activates and quantises
-    nothing but activation  delayed or calibrated; the epilogue itself collects the largest |z|   one kernel
+    block norm              static 1/16, since no value exceeds sqrt(256) = 16; one kernel with the norm in its epilogue
+    layer or rms norm       delayed or calibrated; a GEMM, then one kernel that normalizes, activates and quantizes
+    only an activation      delayed or calibrated; one kernel, whose epilogue also collects the largest |z|
 
-Delayed scales come from the largest magnitudes of the last steps (`loka.lowp.scaling`). A chain that has no history yet is not `primed`: it writes 16 bits between its layers and finds
-each scale from the tensor itself. That is slower and never wrong.
+Delayed scales come from the largest magnitudes of the last steps (`loka.lowp.scaling`). A chain without a history is
+not `primed`: it writes 16-bit between its layers and computes each scale from the tensor itself, which is slower but
+safe.
 
-Dropout is drawn by the kernel that activates (`loka.kernels.dropout`), from one seed for a call of the chain and the number of the link; backward draws the same again and nothing is kept for it.
-Scales are those of what is not dropped, before 1 / (1 - p): p may change from step to step.
+Dropout is drawn by the kernel that activates (`loka.kernels.dropout`), from a seed per call of the chain and the index
+of the link; backward draws the same again, so no mask is saved. Scales are those of the values before dropout and its 1
+/ (1 - p), so p may change from step to step.
 
-Backward, from dy down, with g_i the gradient of p_i quantised both ways:
+Backward, from dy down, where g_i is the gradient of p_i quantized both ways:
 
-    dW_i = g_i^T x_i            g_{i-1} = (g_i W_i) * activation'(z_{i-1})        one kernel where no norm stands between and the gradients' scales are delayed
-                                dx_{i} = g_i W_i in 16 bits, then the norm's gradient         otherwise
+    dW_i = g_i^T x_i
+    g_{i-1} = (g_i W_i) * activation'(z_{i-1})          one kernel, if there is no norm and gradient scales are delayed
+    dx_{i} = g_i W_i in 16-bit, then the norm's gradient             otherwise
 
-The kernels are called in `chain_forward` and `chain_backward`, which are plain functions of tensors and a Layout, so that a node which does more than a chain (`loka.lowp.interaction`) can
-call them; `chain_node` has the autograd node of a chain alone.
+The kernels are called in `chain_forward` and `chain_backward`. These are plain functions of tensors and a Layout, so
+that a node that does more than a chain (`loka.lowp.interaction`) can use them too; `chain_node` has the node of a
+chain.
 """
 
 from collections.abc import Sequence
@@ -52,11 +56,14 @@ class Link:
 
     Args:
         linear: name of the nn.Linear.
-        norm: what normalises its output; `block` is BlockNorm over 256 columns.
-        activation: what follows, by the kernels' names.
+        norm: what normalizes its output; `block` is BlockNorm over 256 columns.
+        activation: the kernels' name of the activation.
         eps: of a layer or rms norm.
         slope: of a leaky ReLU.
-        dropout: the p of a dropout behind it, when the chain was found; None: there is none. What is drawn is up to its module at every call.
+        dropout: p of the dropout after it when the chain was found, or None. At each call the dropout module decides.
+
+    Example:
+        >>> Link("top.0", norm="layer", activation="relu")
     """
 
     linear: str
@@ -68,12 +75,12 @@ class Link:
 
     @property
     def bounded(self) -> bool:
-        """Whether no value this layer hands on exceeds 16."""
+        """Whether no output value exceeds 16."""
         return self.norm == "block"
 
     @property
     def floor(self) -> float:
-        """What the activation may reach however small its input is: sigmoid(0) is 1/2, and a scale made from |z| alone would cut it off."""
+        """A lower bound of the magnitude to scale for: a sigmoid reaches 1 however small the largest |z| is."""
         return 1.0 if self.activation == "sigmoid" and self.norm == "none" else 0.0
 
     @property
@@ -84,14 +91,18 @@ class Link:
 
 @dataclass(frozen=True)
 class ChainPrecision:
-    """The precision of a chain: how its gradients are scaled and rounded, and which kernels run.
+    """How the gradients of a chain are scaled and rounded, and which kernels run.
 
     Args:
-        gradient: scales of the gradients: one for the tensor from its own largest value, one per 128, or one for the tensor from the last steps.
+        gradient: how gradients are scaled: "tensor" (one scale, from the tensor's own amax), "block" (one per 128
+            values) or "delayed" (one scale, from the last steps).
         gradient_format: e4m3 or e5m2.
         fused_backend, gemm_backend, quantize_backend: kernels by name, or "auto".
-        fast_accum: accumulate as fast as the tensor cores can. Not in the gradients of weights: sums over the batch are long and often of one sign, and Hopper
-            keeps about 14 bits of them.
+        fast_accum: use the tensor cores' fast accumulation, except for weight gradients: sums over the batch are long
+            and often of one sign, and Hopper keeps about 14 bits of them.
+
+    Example:
+        >>> ChainPrecision(gradient="delayed")
     """
 
     gradient: GradientScale = "tensor"
@@ -132,17 +143,17 @@ class ChainPrecision:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the autograd node needs beside tensors.
+    """What the autograd node needs besides tensors.
 
     Args:
         links: first to last.
-        precision: how it computes.
+        precision: of the chain.
         dtype: of the result.
-        weight_types, bias_types: of the parameters, one a link; None for a bias that is not there.
-        primed: whether the scales between layers are known before the layer runs.
-        gradients_primed: whether those of the gradients are.
-        given_input: whether the scale of x is known before it comes: behind a BlockNorm, or calibrated.
-        dropout: the share that each link drops in this call; empty where none does.
+        weight_types, bias_types: dtypes of the parameters, one per link; None for a missing bias.
+        primed: whether the scales between layers are known before the layers run.
+        gradients_primed: the same for the gradients.
+        given_input: whether the scale of x is known beforehand: bounded by a BlockNorm, or calibrated.
+        dropout: p of each link in this call.
     """
 
     links: tuple[Link, ...]
@@ -157,40 +168,40 @@ class Layout:
 
     @property
     def delays_gradients(self) -> bool:
-        """Whether gradients are scaled by what the last steps saw."""
+        """Whether gradients are scaled by the magnitudes of the last steps."""
         return self.primed and self.gradients_primed and self.precision.gradient == "delayed"
 
     @property
     def gradient_spec(self) -> Spec:
-        """The spec gradients carry."""
+        """The spec of quantized gradients."""
         return GIVEN_SPECS[self.precision.gradient_format] if self.delays_gradients else self.precision.gradient_spec
 
 
 class ChainTensors(NamedTuple):
-    """The tensors of a chain, one entry a link in every field but the last; None where a link has none."""
+    """The tensors of a chain. All fields but the last have one entry per link; None if the link has no such tensor."""
 
     weight: tuple[Tensor | None, ...]
     bias: tuple[Tensor | None, ...]
     norm_weight: tuple[Tensor | None, ...]
     norm_bias: tuple[Tensor | None, ...]
-    scale: tuple[Tensor | None, ...]  # of what the link hands on; 1/16 behind a BlockNorm
-    pending: tuple[Tensor | None, ...]  # largest |z| of this step, raised in place
+    scale: tuple[Tensor | None, ...]  # of the link's output; 1/16 after a BlockNorm
+    pending: tuple[Tensor | None, ...]  # largest |z| of this step, updated in place
     g_scale: tuple[Tensor | None, ...]  # of the gradient of p
     g_pending: tuple[Tensor | None, ...]
-    seed: Tensor | None = None  # of what dropout draws in this call; None where nothing is drawn
+    seed: Tensor | None = None  # of this call's dropout; None if nothing is dropped
 
     @classmethod
     def unflatten(cls, flat: Sequence[Tensor | None], links: int) -> "ChainTensors":
-        """From one list, field after field."""
+        """Undo `flatten`."""
         fields = [tuple(flat[i : i + links]) for i in range(0, len(flat) - 1, links)]
         return cls(*fields, flat[-1])  # type: ignore[arg-type, call-arg]
 
     def flatten(self) -> list[Tensor | None]:
-        """As one list, field after field: arguments of an autograd function."""
+        """Return all tensors in one list, field by field, as arguments of an autograd function."""
         return [*(tensor for part in self[:-1] for tensor in part), self.seed]
 
     def draw(self, at: int, layout: Layout) -> Dropout | None:
-        """What a link drops in this call."""
+        """Return the dropout of a link in this call, or None."""
         if self.seed is None or layout.dropout[at] == 0.0:
             return None
         return Dropout(layout.dropout[at], self.seed, at)

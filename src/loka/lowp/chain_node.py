@@ -1,4 +1,4 @@
-"""The autograd node of a chain, and what it keeps between forward and backward."""
+"""The autograd node of a chain, and what it saves for backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from loka.lowp.chain_function import ChainTensors, Layout
 
 
 class ChainFunction(torch.autograd.Function):
-    """x [M, K], its scale where it is given, then the tensors of the chain, flattened -> y [M, N]."""
+    """x [M, K], its scale if known, and the flattened tensors of the chain -> y [M, N]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, layout: Layout, *flat: Tensor | None) -> Tensor:
-        """y, keeping FP8 for backward."""
+        """Return y, and save FP8 tensors for backward."""
         tensors = ChainTensors.unflatten(flat, len(layout.links))
         a, a_t = quantize_input_both(x, scale, layout)
         y, saved = run_forward(a, a_t, layout, tensors)
@@ -28,31 +28,28 @@ class ChainFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, and the gradients of weights, biases and norms, once."""
+        """Return dx and the gradients of weights, biases and norms."""
         needs_input, _, _, *needs = ctx.needs_input_grad
         made = restore_chain(ctx, grads[0], ctx.saved_tensors, needs_input=needs_input, needs=needs)
         return cast_to(made.x, ctx.dtype), None, None, *spread(made)
 
 
 def save_chain(ctx: Any, layout: Layout, tensors: ChainTensors, saved: Sequence[Tensor | None], *others: Tensor) -> None:  # fmt: skip
-    """Keep what `restore_chain` needs, behind `others`. Weights are not kept: backward has them in FP8."""
+    """Save what `restore_chain` needs, after `others`. Weights are saved only in FP8."""
     ctx.save_for_backward(*others, *tensors.norm_weight, *tensors.norm_bias, *tensors.g_scale, tensors.seed, *saved)
-    # raised by every backward of this chain, in any order: not for autograd's check of versions
+    # not a saved tensor: every backward of this chain writes to it, which would fail autograd's version check
     ctx.pending, ctx.layout = tensors.g_pending, layout
 
 
 def restore_chain(ctx: Any, dy: Tensor, kept: Sequence[Any], *, needs_input: bool, needs: Sequence[bool]) -> Gradients:
-    """Backward from what `save_chain` kept.
+    """Run the backward of a chain from what `save_chain` saved.
 
     Args:
-        ctx: of the autograd function that called `save_chain`.
+        ctx: the context that `save_chain` was called with.
         dy: gradient of the chain's output.
-        kept: its saved tensors behind `others`.
-        needs_input: whether the gradient of x is wanted.
-        needs: the same of every flattened tensor of the chain.
-
-    Returns:
-        The gradients.
+        kept: the saved tensors after `others`.
+        needs_input: whether the gradient of x is needed.
+        needs: the same for every flattened tensor of the chain.
     """
     layout, count = ctx.layout, len(ctx.layout.links)
     norms, shifts, scales = (tuple(kept[i * count : (i + 1) * count]) for i in range(3))
@@ -62,6 +59,6 @@ def restore_chain(ctx: Any, dy: Tensor, kept: Sequence[Any], *, needs_input: boo
 
 
 def spread(made: Gradients) -> list[Tensor | None]:
-    """Gradients in the order of the flattened tensors; scales and the seed have none."""
+    """Return the gradients in the order of the flattened tensors; those of scales and of the seed are None."""
     parameters = [*made.weight, *made.bias, *made.norm_weight, *made.norm_bias]
     return [*parameters, *([None] * (len(parameters) + 1))]

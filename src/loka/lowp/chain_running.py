@@ -1,4 +1,7 @@
-"""Running a chain: in FP8 with or without gradients, exactly for comparison, and looked at beside the run. The kernels are called in `chain_forward` and `chain_backward`."""
+"""Run a chain in FP8 with or without gradients, run it exactly for comparison, and measure its error on sampled rows.
+
+The kernels are called in `chain_forward` and `chain_backward`.
+"""
 
 from typing import cast
 
@@ -23,19 +26,15 @@ from loka.nn.norm import BlockNorm
 
 
 class RunningChain(ChainWeights):
-    """What a chain computes of its layers, scales and weights.
-
-    Args:
-        config: what it is made of.
-    """
+    """The execution of a chain, see `loka.lowp.chain`."""
 
     def __init__(self, config: ChainConfig) -> None:
         super().__init__(config)
-        self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
+        self.health: list[Tensor] | None = None  # one vector of counters per link, while a Guard is attached
         self.watching = False
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        """The chain without its tensors."""
+        """Return the description of the chain that the autograd node needs besides tensors."""
         types = tuple(linear.weight.dtype for linear in self.linears)
         biases = tuple(
             part.linear.weight.dtype if part.folds else None if part.linear.bias is None else part.linear.bias.dtype
@@ -46,11 +45,15 @@ class RunningChain(ChainWeights):
 
     @staticmethod
     def draw_seed(layout: Layout, device: torch.device) -> Tensor | None:
-        """A seed for what dropout draws in one call, from torch's generator on the device; None where nothing is drawn."""
+        """Return a dropout seed for one call, from torch's generator on the device; None if nothing is dropped."""
         return torch.randint(2**62, (1,), device=device) if any(layout.dropout) else None
 
     def tensors(self, seed: Tensor | None = None) -> ChainTensors:
-        """Its tensors, as they are now; without a seed nothing is dropped. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
+        """Return the chain's current tensors; without a seed nothing is dropped.
+
+        Magnitudes are collected in training, while scales are unknown, and in serving to count saturation, but not in
+        evaluation between training steps.
+        """
         norms = [None if part.folds else part.norm for part in self.parts]
         weights, biases = zip(*self._parameters(), strict=True)
         counts = self.training or self.frozen is not None or not self.primed
@@ -67,21 +70,21 @@ class RunningChain(ChainWeights):
         )  # fmt: skip
 
     def compute(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., K] -> [..., N] in the input's type, or autocast's where it is on; and what dropout was drawn from."""
+        """Run the chain as `Chain.run`, and also return the dropout seed."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         width = self.linears[0].in_features
         if x.shape[-1] != width:
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
         if x.dim() != 2 and any(part.folds for part in self.parts):
-            raise ValueError(f"{self.name}: a batch norm is folded into it, which normalises the last dimension of [rows, {width}] alone; got {tuple(x.shape)}")  # fmt: skip
+            raise ValueError(f"{self.name}: a batch norm is folded into it, so it takes only [rows, {width}]; got {tuple(x.shape)}")  # fmt: skip
         if not torch.compiler.is_compiling():
             self._refuse_shards()
             self.notice_unfiled()
-            if self.given is not None and not x.is_inference():  # of an inference tensor nobody counts writes
+            if self.given is not None and not x.is_inference():  # inference tensors have no version counter
                 self.given.append((x, x._version))
         flat, seed = x.reshape(-1, width), None
-        # no function mode looks inside: what one writes down there, a compiler could not take out of an autograd function
+        # hidden from function modes: a compiler cannot trace their side effects inside an autograd function
         with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
             if flat.shape[0] == 0:
                 y = self.run_exactly(flat.to(dtype))
@@ -98,25 +101,35 @@ class RunningChain(ChainWeights):
         return y.reshape(*x.shape[:-1], self.linears[-1].out_features), seed
 
     def _refuse_shards(self) -> None:
-        """The head reads all weights: whoever shards them must gather them all before it runs."""
+        """Raise if weights are sharded separately: the head reads all of them, so all must be gathered first."""
         if apart := [
             link.linear
             for link, linear in zip(self.links, self.linears, strict=True)
             if hasattr(linear.weight, "device_mesh")
         ]:
-            raise ValueError(f"{self.name}: {', '.join(apart)} is sharded apart from the rest of its chain; hint: fully_shard a module that holds the whole chain")  # fmt: skip
+            raise ValueError(f"{self.name}: {', '.join(apart)} is sharded separately from the rest of its chain; hint: fully_shard a module that contains the whole chain")  # fmt: skip
 
     def needs_gradient(self, x: Tensor) -> bool:
-        """Whether to run the differentiable form; a frozen chain has none, and says so where a gradient is asked for."""
+        """Return whether to run the differentiable form.
+
+        A frozen chain has none, and raises if x requires a gradient.
+        """
         if self.frozen is None:
             return torch.is_grad_enabled()
         if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(f"{self.name} is frozen for serving and has no gradient, and its input asks for one; hint: torch.no_grad(), or model.train()")  # fmt: skip
+            raise ValueError(f"{self.name} is frozen for serving and has no gradient, but its input requires one; hint: torch.no_grad(), or model.train()")  # fmt: skip
         return False
 
     def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None, of: Tensor | None = None) -> Tensor:
-        """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`; `of` is what the head was given, for whoever reads it next."""
-        weights = self._quantized_weights()  # first: it finds out whether what is frozen still holds
+        """Run the chain without gradients.
+
+        Args:
+            x: [M, K] in high precision or already quantized.
+            layout: from `layout`.
+            seed: from `draw_seed`.
+            of: the tensor the head was called with, to share its quantized copy with other chains.
+        """
+        weights = self._quantized_weights()  # before `tensors`: it drops frozen biases that are out of date
         tensors = self.tensors(seed)
         a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout, rows=not self.training)
         if self.shared is not None and of is not None:
@@ -129,13 +142,13 @@ class RunningChain(ChainWeights):
         return y
 
     def run_exactly(self, x: Tensor) -> Tensor:
-        """The same layers in the precision of x."""
+        """Run the same layers in the precision of x."""
         for at in range(len(self.links)):
             x = self.run_link_exactly(x, at)
         return x
 
     def run_link_exactly(self, x: Tensor, at: int) -> Tensor:
-        """One layer in the precision of x."""
+        """Run one layer in the precision of x."""
         linear, norm = self.linears[at], self.parts[at].norm
         weight, bias = fold(linear, cast(nn.BatchNorm1d, norm)) if self.parts[at].folds else (linear.weight, linear.bias)  # fmt: skip
         x = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -143,9 +156,11 @@ class RunningChain(ChainWeights):
 
     @torch.no_grad()
     def look(self, x: Tensor, y: Tensor, seed: Tensor | None) -> None:
-        """Every layer on sampled rows, in float32 beside FP8; the last beside what the whole batch made, which shows a kernel that fails at its true size.
+        """Compare every layer on sampled rows in FP8 with float32, and record the errors in `health`.
 
-        Dropout leaves a code in FP8 or makes it zero, so each layer is compared without it, and what it hands on then loses what the rows lost in the whole batch.
+        The last layer is compared using the output of the whole batch, which reveals a kernel that fails only at its
+        full size. Layers are compared without dropout, which only zeroes FP8 codes; the rows then passed on lose what
+        they lost in the whole batch.
         """
         assert self.health is not None
         dtype, turn = y.dtype, turn_of(self.health[0], FORWARD)
@@ -156,7 +171,7 @@ class RunningChain(ChainWeights):
         scale = self.input_scale
         if scale is None:
             scale = scale_from_amax(find_amax(x), STATIC_SPEC)
-        # as training has it: one scale for all rows, which a huge row takes from the others
+        # one scale for all rows, as in training: a huge row costs the others precision
         a = quantize(exact, STATIC_SPEC, scale=scale)
         exact = exact.float()
         for at, weight in enumerate(self._quantized_weights()):
@@ -168,22 +183,22 @@ class RunningChain(ChainWeights):
                 wanted = wanted * keep_mask(draw, rows, wanted.shape[1]) * factor_of(draw.p)
             error = row_error(got, wanted) if self.primed or step.a is None else torch.zeros_like(turn)
             last = step.a is None
-            # what went into this layer; the last one's output is that of the whole batch, and so is what it is blamed for
-            given = torch.stack([_extent(exact), _extent(x)]) if last or at == 0 else exact
+            # the layer's input; for the last layer with the extent of the whole batch, since its output is of that too
+            given = torch.stack([_amax(exact), _amax(x)]) if last or at == 0 else exact
             record(self.health[at], FORWARD, given, self.linears[at].weight, (y if last else got,), error)
             if step.a is not None:
                 a = step.a if draw is None else _drop(step.a, draw, rows)
                 exact = a.dequantize()
 
     def to(self, device: torch.device) -> None:
-        """Follow the parameters."""
+        """Move what belongs to the chain, but not its modules, to a device."""
         super().to(device)
         if self.health is not None:
             self.health = [vector.to(device) for vector in self.health]
 
 
 def follow_linear(p: Tensor, link: Link, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What stands behind a linear, in the precision of p: its norm, with the norm's own weight and bias, and its activation."""
+    """Apply a link's norm, with its own weight and bias, and its activation to p, in the precision of p."""
     if link.norm == "block":
         p = BlockNorm.forward(BlockNorm(p.shape[-1], block=NORM_BLOCK), p)
     elif link.norm != "none":
@@ -194,11 +209,11 @@ def follow_linear(p: Tensor, link: Link, weight: Tensor | None, bias: Tensor | N
 
 
 def _drop(q: QTensor, draw: Dropout, rows: Tensor) -> QTensor:
-    """What is left of some rows, as the kernels leave it."""
+    """Apply dropout to some rows as the kernels do: zero codes, and scale by 1 / (1 - p)."""
     kept = keep_mask(draw, rows, q.shape[1]).to(torch.uint8)
     return QTensor((q.data.view(torch.uint8) * kept).view(q.data.dtype), q.scale * factor_of(draw.p), q.spec)
 
 
-def _extent(x: Tensor) -> Tensor:
+def _amax(x: Tensor) -> Tensor:
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"))
     return largest.float()

@@ -1,4 +1,4 @@
-"""The scales of a chain, between its layers and of its gradients: remembered from step to step, calibrated for serving, or made from magnitudes that were measured before."""
+"""The scales of a chain's activations and gradients: remembered between steps, calibrated, or taken from a plan."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,22 +17,16 @@ from loka.records import Magnitude
 if TYPE_CHECKING:
     from loka.lowp.shared_inputs import SharedInput
 
-PATIENCE = 8  # steps after which a chain asks more rarely whether its scales are known
-UNFILED = 256  # calls in training without a step, after which a chain files its magnitudes itself: more than anybody accumulates
+PATIENCE = 8  # steps after which a chain checks less often whether its scales are known
+UNFILED = 256  # training calls without an optimizer step after which a chain files its magnitudes itself
 
 
 class ChainScales:
-    """The layers of a chain, and what their outputs and gradients are scaled by.
+    """The layers of a chain, and the scales of their outputs and gradients."""
 
-    Args:
-        config: what it is made of.
-    """
-
-    shared: "SharedInput | None" = None  # with chains that read the same tensor, in serving
-    reads: int | None = None  # which tensor of an example it reads: chains with the same number read the same
-    given: "list[tuple[Tensor, int]] | None" = (
-        None  # while inputs are noted: what it was given, and how often that had been written to
-    )
+    shared: "SharedInput | None" = None  # shared with chains that read the same tensor, in serving
+    reads: int | None = None  # chains with the same number read the same tensor
+    given: "list[tuple[Tensor, int]] | None" = None  # while inputs are recorded: each input and its version
 
     def __init__(self, config: ChainConfig) -> None:
         self.name, self.parts, self.precision = config.name, config.parts, config.precision
@@ -47,37 +41,39 @@ class ChainScales:
         delayed = self.precision.gradient == "delayed"
         self.grad = [AmaxState(scaling, device) if delayed else None for _ in self.links]
         self.static = torch.full((), NORMALIZED_SCALE, device=device)
-        self.input: AmaxState | None = None  # a calibrated scale of x, for serving; None: from x itself, or bounded
-        self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
+        self.input: AmaxState | None = None  # a calibrated scale of x; None if bounded or computed from x
+        self.bounds = [
+            self.static.clone() for _ in self.links
+        ]  # one per link: a compiled graph must not get one tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
-        self._asked = 0  # steps after which scales were still not known
-        self._unfiled = 0  # calls in training since magnitudes were filed
-        self._told = False
+        self._asked = 0  # steps after which the scales were still unknown
+        self._unfiled = 0  # training calls since magnitudes were filed
+        self._told = False  # whether `notice_unfiled` has warned
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device of the first weight."""
         return self.linears[0].weight.device
 
     @property
     def training(self) -> bool:
-        """As its head."""
+        """Whether the first linear is in training mode."""
         return self.linears[0].training
 
     @property
     def remembered(self) -> list[AmaxState]:
-        """The magnitudes that its scales come from."""
+        """The amax states that the scales come from."""
         return [state for state in (*self.out, *self.grad) if state is not None]
 
     @property
     def input_scale(self) -> Tensor | None:
-        """The scale of x that is known before x comes; None: it is found from x."""
+        """The scale of x if it is known beforehand; None if it is computed from x."""
         if self.bounded_input:
             return self.static
         return None if self.input is None else self.input.scale
 
     def fix_input(self, amax: float) -> None:
-        """Give the input a scale for the largest magnitude that calibration saw: serving needs no pass over x to find one."""
+        """Fix the scale of the input, so that serving needs no amax pass over it."""
         self.input = AmaxState(self.scaling, self.device)
         self.input.start_from(amax)
 
@@ -88,7 +84,7 @@ class ChainScales:
             magnitudes: by the linear's name.
 
         Returns:
-            Whether all were there, so that the first step runs as all others will.
+            Whether none was missing, so that the first step runs like all others.
         """
         for link, out, grad in zip(self.links, self.out, self.grad, strict=True):
             known = magnitudes.get(link.linear, Magnitude(output=0.0))
@@ -99,13 +95,17 @@ class ChainScales:
         return self.primed and self.gradients_primed
 
     def find_primed(self) -> None:
-        """Whether all scales are known, forward and backward. Waits for the device."""
+        """Update `primed` and `gradients_primed`: whether all scales are known. Synchronizes with the device."""
         self.primed, self.gradients_primed = (
             all(bool(s.largest > 0) for s in states if s is not None) for states in (self.out, self.grad)
         )
 
     def after_step(self) -> None:
-        """Called when a step's magnitudes are filed. Waits for the device until all scales are known, and never again; ever more rarely where none come, as behind a detach."""
+        """Check whether all scales are known now, after a step's magnitudes were filed.
+
+        This synchronizes with the device only until all are known, and less and less often if that does not happen, as
+        for gradients before a detach.
+        """
         self._unfiled = 0
         if self.primed and self.gradients_primed:
             return
@@ -116,7 +116,10 @@ class ChainScales:
             self.find_primed()
 
     def notice_unfiled(self) -> None:
-        """Count a call in training; where no optimizer ever steps, say so once and file what was seen, so that scales do not stay those of the first step."""
+        """Count training calls.
+
+        If no optimizer ever steps, warn once and file magnitudes, or scales would never change.
+        """
         if not self.remembered or not (self.training and torch.is_grad_enabled()):
             return
         self._unfiled += 1
@@ -124,13 +127,16 @@ class ChainScales:
             return
         if not self._told:
             self._told = True
-            warnings.warn(f"{self.name}: {UNFILED} calls in training and no step of a torch optimizer, so its scales stayed those of the first; they follow now, every {UNFILED} calls; hint: loka.refresh(model) after every update of the weights", stacklevel=2)  # fmt: skip
+            warnings.warn(f"{self.name}: {UNFILED} calls in training without a torch optimizer step, so its scales did not change; they are updated every {UNFILED} calls now; hint: loka.refresh(model) after every update of the weights", stacklevel=2)  # fmt: skip
         file_amax(self.remembered)
         self.after_step()
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Batches run in this block set the scales between layers; one that ends in an exception changes nothing."""
+        """Set the scales between layers from the batches run in this block.
+
+        If it raises, the old scales are restored.
+        """
         states = [state for state in self.out if state is not None]
         before, primed = [state.state() for state in states], self.primed
         self.primed = not states
@@ -154,7 +160,7 @@ class ChainScales:
             raise
 
     def to(self, device: torch.device) -> None:
-        """Follow the parameters."""
+        """Move the scales to a device."""
         for state in (*self.remembered, *([] if self.input is None else [self.input])):
             state.to(device)
         self.static, self.bounds = self.static.to(device), [bound.to(device) for bound in self.bounds]

@@ -1,14 +1,15 @@
-"""What every link of a chain was given in one call: computed a second time beside the training run, for whoever watches.
+"""Trace the operands of every link in one call of a chain, by computing them a second time, for observers.
 
-A chain is one autograd node, and most of what its GEMMs multiply exists in FP8 only. A trace runs the same kernels again on the same tensors with the same scales, and keeps no magnitude, so
-that the training run does not change by a bit. Of a few rows it then has, link by link,
+A chain is one autograd node, and most operands of its GEMMs exist only in FP8. A trace runs the same kernels again on
+the same tensors with the same scales and records no magnitudes, so the training run does not change by a bit. For a few
+rows it has, link by link:
 
-    x, dy             as they were just before they were rounded: the FP8 operands of the product before, multiplied in float32, and what stands between
-    x_low, dy_low     as the GEMM had them, with the scale that was in force: bounded, delayed, calibrated, or found from the tensor
-    w_low             W as it was multiplied with
+    x, dy             before rounding: the product of the previous FP8 operands in float32, with norm and activation
+    x_low, dy_low     as the GEMM read them, with the scale in use: bounded, delayed, calibrated or from the tensor
+    w_low             W as the GEMM read it
 
-so the difference of the two is what this link loses, saturation and the FP8 z that backward reads included. A chain inside a fused interaction layer is entered through the layer; its first x
-exists in FP8 alone and is dequantised.
+The difference is what this link loses, including saturation and the FP8 z that backward reads. A chain inside a fused
+interaction layer is entered through the layer; its first x exists only in FP8 and is dequantized.
 """
 
 from collections.abc import Callable
@@ -32,15 +33,15 @@ _DELAYED = replace(STATIC_SPEC, mode="delayed")
 
 @dataclass
 class LinkRows:
-    """Some rows of what one link multiplied.
+    """Some rows of the operands of one link.
 
     Args:
-        x: [R, K] float32, before it was rounded.
-        x_low: the same rows as the GEMM had them.
-        w_low: [N, K], as the forward GEMM had it.
-        w_low_t: [K, N], as dgrad has it.
-        x_largest: largest magnitude of all rows of x.
-        dy, dy_low, dy_largest: the gradient of the link's product, once backward has run.
+        x: [R, K] float32, before rounding.
+        x_low: the same rows as the GEMM read them.
+        w_low: [N, K], as the forward GEMM read it.
+        w_low_t: [K, N], as dgrad reads it.
+        x_largest: amax of all rows of x.
+        dy, dy_low, dy_largest: the same for the gradient of the link's product, after backward.
         dy_left: how much of that gradient, of all rows, is left in their sum (`loka.formats.left_in_sum`).
     """
 
@@ -56,15 +57,15 @@ class LinkRows:
 
 
 class Trace:
-    """One call of a chain, traced forward, and backward when its gradient comes.
+    """The trace of one call of a chain: its forward, and its backward once the gradient is known.
 
     Args:
-        chain: placed.
-        x: what its head (or the layer around it) was called with.
-        dtype: that it computes in.
-        index: which rows are looked at; None: all.
-        graded: as training runs it; otherwise as an evaluation does.
-        seed: what dropout was drawn from in that call; None where nothing was.
+        chain: a placed chain.
+        x: the input of its head, or of the layer around it.
+        dtype: the dtype of the chain's output.
+        index: the rows to trace; None for all.
+        graded: trace a call that runs with gradients, as in training, or one without.
+        seed: the dropout seed of that call, or None.
 
     Example:
         >>> trace = Trace(chain, x, x.dtype, torch.arange(16), graded=True)
@@ -82,14 +83,14 @@ class Trace:
             given, self._pull = enter_chain(chain.around, x)
         self._index = index if index is None else index.to(given.device)
         self._layout, tensors = chain.layout(dtype), chain.tensors(seed)
-        nobody = (None,) * len(chain.links)
-        # copies: scales move on when the optimizer has made its step, and whoever shards parameters may take whole ones away before backward
+        none = (None,) * len(chain.links)
+        # copies: scales change with the optimizer step, and sharding may free gathered parameters before backward
         norm_weight, norm_bias, scale, g_scale = (
             tuple(None if t is None else t.detach().clone() for t in part)
             for part in (tensors.norm_weight, tensors.norm_bias, tensors.scale, tensors.g_scale)
         )
         self._tensors = ChainTensors(
-            tensors.weight, tensors.bias, norm_weight, norm_bias, scale, nobody, g_scale, nobody, seed
+            tensors.weight, tensors.bias, norm_weight, norm_bias, scale, none, g_scale, none, seed
         )
         lows, weights = self._run(chain, given) if graded else self._infer(chain, given)
         self._bias = [None if b is None else b.detach().to(torch.float32, copy=True) for b in tensors.bias]
@@ -99,10 +100,10 @@ class Trace:
             seen = torch.linalg.vector_norm(wide, torch.inf) if wide.numel() else torch.zeros_like(largest)
             self.links.append(LinkRows(wide, low, w, w_t, torch.maximum(largest, seen)))
             wide = self._hand_on(self._product(at), at)
-        self._tensors = self._tensors._replace(weight=nobody, bias=nobody, scale=nobody)
+        self._tensors = self._tensors._replace(weight=none, bias=none, scale=none)
 
     def _run(self, chain: Chain, given: Tensor | QTensor) -> tuple[list[tuple[QTensor, Tensor]], list[tuple[QTensor, QTensor]]]:  # fmt: skip
-        """As training does it; what backward needs is kept."""
+        """Run the forward as in training, and keep what backward needs."""
         layout, scale = self._layout, chain.input_scale
         if isinstance(given, QTensor):
             a, a_t = given, transpose(given, backend=layout.precision.quantize_backend)
@@ -125,7 +126,7 @@ class Trace:
         return lows, weights
 
     def _infer(self, chain: Chain, given: Tensor | QTensor) -> tuple[list[tuple[QTensor, Tensor]], list[tuple[QTensor, QTensor]]]:  # fmt: skip
-        """As an evaluation does it."""
+        """Run the forward as without gradients."""
         layout = self._layout
         a = given if isinstance(given, QTensor) else quantize_input(given, chain.input_scale, layout, rows=not chain.training)  # fmt: skip
         lows, weights = [], []
@@ -139,13 +140,13 @@ class Trace:
         return lows, weights
 
     def _product(self, at: int) -> Tensor:
-        """p of the rows, from what the GEMM multiplied."""
+        """Return p of the rows, from the GEMM's operands."""
         link, bias = self.links[at], self._bias[at]
         p = link.x_low.dequantize() @ link.w_low.dequantize().T
         return p if bias is None else p + bias
 
     def _hand_on(self, p: Tensor, at: int) -> Tensor:
-        """What a link hands on, before it is rounded."""
+        """Return the output of a link before rounding."""
         y = follow_linear(p, self._layout.links[at], self._tensors.norm_weight[at], self._tensors.norm_bias[at])
         draw = self._tensors.draw(at, self._layout)
         if draw is None:
@@ -157,7 +158,7 @@ class Trace:
         """Trace backward, and keep the rows of every link's gradient.
 
         Args:
-            dy: the gradient of what the chain, or the layer around it, returned.
+            dy: the gradient of the output of the chain, or of the layer around it.
         """
         if not self._saved:
             return
@@ -169,7 +170,7 @@ class Trace:
         self._arrived, self._saved = flat[_all(self._index)].float(), []
 
     def finish(self) -> bool:
-        """Find the gradients before they were rounded; to be called when backward is over, since it differentiates what stands between the links.
+        """Compute the gradients before rounding. Call it after backward, since it runs autograd itself.
 
         Returns:
             Whether there was a gradient.
@@ -193,7 +194,7 @@ class Trace:
         link.dy_largest, link.dy_left = torch.linalg.vector_norm(whole, torch.inf).float(), left_in_sum(whole)
 
     def _pull_back(self, arriving: Tensor, at: int) -> Tensor:
-        """The gradient of p from that of what the link hands on, in float32."""
+        """Return the gradient of p from that of the link's output, in float32."""
         if self._layout.links[at].plain and self._tensors.draw(at, self._layout) is None:
             return arriving
         with torch.enable_grad():
@@ -213,15 +214,7 @@ def _largest(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def take_quantized(q: QTensor, index: Tensor | None) -> QTensor:
-    """Some rows of a quantised matrix.
-
-    Args:
-        q: [M, K], with one scale for the tensor or some for every row.
-        index: which rows; None: all.
-
-    Returns:
-        [R, K] under the same spec.
-    """
+    """Return some rows of a quantized matrix, or all if `index` is None. Scales must be per tensor or per row."""
     if index is None:
         return q
     scale = q.scale if q.scale.dim() == 0 else q.scale[index]
@@ -229,15 +222,7 @@ def take_quantized(q: QTensor, index: Tensor | None) -> QTensor:
 
 
 def operand_specs(chain: Chain, at: int) -> dict[str, tuple[Spec, Spec]]:
-    """What the three GEMMs of a link multiply, with where the scales come from.
-
-    Args:
-        chain: placed or not.
-        at: which link.
-
-    Returns:
-        The Specs of both operands by GEMM.
-    """
+    """Return the Specs of both operands of the three GEMMs of a link; their mode says where the scales come from."""
     if at == 0:
         x = STATIC_SPEC if chain.input_scale is not None else TENSOR_SPEC
     elif chain.links[at - 1].bounded or chain.frozen is not None:

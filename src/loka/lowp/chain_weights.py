@@ -1,4 +1,7 @@
-"""The weights of a chain: quantised in every forward while they train, once for serving, and in every call again where somebody writes to a frozen one."""
+"""The weights of a chain: quantized in every forward while training, once for serving.
+
+If a frozen weight is written to, a warning says so, and the weights are quantized in every call from then on.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,30 +20,26 @@ from loka.lowp.witness import Witness, warn_stale
 
 
 class ChainWeights(ChainScales):
-    """The weights of a chain, and the batch norms that are folded into them.
-
-    Args:
-        config: what it is made of.
-    """
+    """The weights of a chain, and the batch norms folded into them."""
 
     def __init__(self, config: ChainConfig) -> None:
         super().__init__(config)
         self.frozen: list[QTensor] | None = None
-        self.frozen_biases: dict[int, Tensor] = {}  # of links with a batch norm folded in, while the weights are frozen
-        self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
-        self._folded_types: set[torch.dtype] = set()  # of what was folded into them
+        self.frozen_biases: dict[int, Tensor] = {}  # of links with a folded batch norm, while frozen
+        self._witnesses: list[Witness] | None = None  # of frozen weights; None if every call quantizes them
+        self._folded_types: set[torch.dtype] = set()  # of the tensors that were folded into them
 
     def followed_weights(self) -> list[Tensor]:
-        """The weights, as whoever owns them knows them."""
+        """Return the weights as registered parameters, as optimizers know them."""
         return [weight for linear in self.linears if (weight := linear._parameters.get("weight")) is not None]
 
     def weights_changed(self, *, owned: bool) -> None:
-        """An optimizer has made its step: nothing to do, weights that train are quantised in every forward."""
+        """Do nothing: weights that train are quantized in every forward."""
 
     def _parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of every link, with what is folded into them."""
+        """Yield the weight and bias of every link, with its batch norm folded in."""
         for at, part in enumerate(self.parts):
-            if at in self.frozen_biases:  # frozen: nobody asks for the weight
+            if at in self.frozen_biases:  # the frozen weight is used instead, so it is not folded here
                 refuse_training(part.norm, part.link.linear)
                 yield part.linear.weight, self.frozen_biases[at].to(part.linear.weight.dtype)
             elif part.folds:
@@ -54,7 +53,7 @@ class ChainWeights(ChainScales):
         return [self._quantize(part) for part in self.parts]
 
     def quantized_weight(self, at: int) -> QTensor:
-        """A weight as the forward GEMM has it."""
+        """Return a weight as the forward GEMM uses it."""
         fresh = self.frozen is None or self._witnesses is None
         return self._quantize(self.parts[at]) if fresh else self.frozen[at]  # type: ignore[index]
 
@@ -64,14 +63,17 @@ class ChainWeights(ChainScales):
         return quantize(weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
 
     def _are_frozen_current(self) -> bool:
-        """Whether nobody has written to a weight since it was frozen. Says once where somebody has; from then on every call quantises the chain's weights."""
+        """Check whether the weights are unchanged since they were frozen.
+
+        If not, warn, and quantize them in every call.
+        """
         if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return True
         if self._witnesses is None:
             return False
-        # cast: other bits of the same numbers, as Witness has it for weights
+        # a cast changes bits, not values, and is not a write; Witness handles weights the same way
         if self._folded_types != self._find_folded_types():
-            self._call_witnesses()
+            self._make_witnesses()
         pairs = zip(self._witnessed(), self._witnesses, strict=True)
         changed = [name for (name, held), witness in pairs if not witness.agrees(held)]
         if changed:
@@ -80,10 +82,11 @@ class ChainWeights(ChainScales):
         return not changed
 
     def freeze(self, *, offload: bool = False) -> None:
-        """Quantise the weights once, for serving; they are not followed any more until `thaw`.
+        """Quantize the weights once, for serving; updates to them are not tracked until `thaw`.
 
         Args:
-            offload: move the weights in high precision to the host meanwhile: a frozen chain then takes half the memory of a 16-bit one, not one and a half.
+            offload: move the high-precision weights to the host: a frozen chain then takes half the memory of a 16-bit
+                one, not one and a half times as much.
         """
         if not self.primed:
             raise ValueError(f"{self.name} has no scales yet; hint: with loka.placing.calibrating(model): model(batch)")
@@ -91,18 +94,18 @@ class ChainWeights(ChainScales):
         self._fix_weights()
         if offload:
             self._move_weights(torch.device("cpu"))
-        self._call_witnesses()
+        self._make_witnesses()
 
     def _fix_weights(self) -> None:
-        """Quantise what the forward multiplies now, and compute what it adds."""
+        """Quantize the current weights and compute the folded biases."""
         self.frozen_biases = {}
         self.frozen = [self._quantize(part) for part in self.parts]
         with torch.no_grad():
             made = {at: bias for at, (_, bias) in enumerate(self._parameters()) if self.parts[at].folds}
         self.frozen_biases = {at: bias.to(self.frozen[0].device) for at, bias in made.items() if bias is not None}
 
-    def _call_witnesses(self) -> None:
-        """Remember what frozen weights were made from."""
+    def _make_witnesses(self) -> None:
+        """Remember the tensors that frozen weights were computed from."""
         self._witnesses = [Witness(held) for _, held in self._witnessed()]
         self._folded_types = self._find_folded_types()
 
@@ -111,23 +114,23 @@ class ChainWeights(ChainScales):
         return {tensor.dtype for three in tensors for tensor in three if tensor is not None}
 
     def _witnessed(self) -> Iterator[tuple[str, Tensor]]:
-        """What frozen weights were made from, by the linear's name."""
+        """Yield the tensors that frozen weights are computed from, with the linear's name."""
         for part in self.parts:
             yield part.link.linear, part.linear.weight
             if part.folds:
                 yield part.link.linear, statistics(part.linear, cast(nn.BatchNorm1d, part.norm))
 
     def thaw(self) -> None:
-        """Follow the weights again."""
+        """Undo `freeze`: move weights back to the device, and quantize them in every forward."""
         if self.frozen is not None:
             self._move_weights(self.frozen[0].device)
         self.frozen, self.frozen_biases = None, {}
 
     def refresh(self) -> None:
-        """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
+        """Quantize frozen weights again, after they were changed or loaded. A no-op if the chain is not frozen."""
         if self.frozen is not None:
             self._fix_weights()
-            self._call_witnesses()
+            self._make_witnesses()
 
     def _move_weights(self, device: torch.device) -> None:
         for linear in self.linears:
@@ -135,14 +138,17 @@ class ChainWeights(ChainScales):
                 linear.weight.data = linear.weight.data.to(device)
 
     def to(self, device: torch.device) -> None:
-        """Follow the parameters."""
+        """Move what belongs to the chain, but not its modules, to a device."""
         super().to(device)
         if self.frozen is not None:
             self.frozen = [replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in self.frozen]
         self.frozen_biases = {at: bias.to(device) for at, bias in self.frozen_biases.items()}
 
     def count_saturated(self) -> list[Tensor | None]:
-        """For every link, how many steps' magnitudes did not fit their scale since the beginning; in serving, whether any has not. None where scales cannot saturate."""
+        """Return for every link how many steps saturated its scales so far; None if they cannot saturate.
+
+        For a frozen chain, it is how many of the link's scales have saturated at all.
+        """
         counts: list[Tensor | None] = []
         for out, grad in zip(self.out, self.grad, strict=True):
             states = [state for state in (out, grad) if state is not None]

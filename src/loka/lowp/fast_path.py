@@ -1,12 +1,13 @@
-"""Keep torch's fused encoder layer from reading the weights of converted linears.
+"""Keep torch's fused encoder layer from bypassing converted linears.
 
-In eval mode and without gradients nn.TransformerEncoderLayer hands the weights of its linears to one fused kernel and never calls the linears: converted ones would run in high
-precision without a word. torch takes the ordinary path where anything inside the layer has a hook, so a layer with a converted linear gets one, which does nothing. The
-nn.TransformerEncoder around it packs padded batches into nested tensors for that kernel alone, so this is switched off with it, and the zeros it left for the padding are put there
-(`loka.nn.padding`).
+In eval mode and without gradients nn.TransformerEncoderLayer passes the weights of its linears to one fused kernel and
+never calls the linears: converted ones would silently run in high precision. torch takes the ordinary path if anything
+inside the layer has a hook, so a layer with a converted linear gets one that does nothing. The nn.TransformerEncoder
+around it packs padded batches into nested tensors only for that kernel, so this is disabled too, and the padding is
+zeroed as the nested path does it (`loka.nn.padding`).
 
-nn.TransformerDecoderLayer has no such path. nn.MultiheadAttention has one, which reads its own parameters and those of `out_proj`: that linear is never converted
-(`loka.lowp.linear.refuse`).
+nn.TransformerDecoderLayer has no such path. nn.MultiheadAttention has one, which reads its own parameters and those of
+`out_proj`: that linear is never converted (`loka.lowp.linear.refuse`).
 """
 
 from collections.abc import Iterator
@@ -18,15 +19,19 @@ from loka.lowp.chain import chain_of
 from loka.lowp.linear import Linear
 from loka.nn.padding import ZeroPadding
 
-_NESTED = "loka_used_nested_tensor"  # on an encoder: what `use_nested_tensor` was
+_NESTED = "loka_used_nested_tensor"  # attribute of an encoder: its original `use_nested_tensor`
 
 
 def _call_every_module(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """The hook: its presence is its effect. An encoder that was not seen, because a layer of it was converted alone, still packs its batches."""
+    """Do nothing: the presence of this hook makes torch call every module.
+
+    Raise if the encoder around still packs its batches, because only a layer of it was converted.
+    """
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].is_nested:
         raise ValueError(
             "a converted nn.TransformerEncoderLayer got a nested tensor from the nn.TransformerEncoder around it; "
-            "hint: convert the encoder or the whole model, not the layer alone, or build the encoder with enable_nested_tensor=False"
+            "hint: convert the encoder or the whole model, not the layer alone, "
+            "or build the encoder with enable_nested_tensor=False"
         )
 
 
@@ -39,7 +44,7 @@ def _encoders(model: nn.Module) -> Iterator[nn.TransformerEncoder]:
 
 
 def close_fast_paths(model: nn.Module) -> None:
-    """Make every encoder layer with a converted linear call it."""
+    """Make every encoder layer with a converted linear call its modules."""
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and any(
             isinstance(m, Linear) or chain_of(m) is not None for m in layer.modules()
@@ -54,7 +59,7 @@ def close_fast_paths(model: nn.Module) -> None:
 
 
 def open_fast_paths(model: nn.Module) -> None:
-    """The counterpart, for a model that was reverted."""
+    """Undo `close_fast_paths`, for a model that was reverted."""
     for module in model.modules():
         ours = [number for number, hook in module._forward_pre_hooks.items() if hook is _call_every_module]
         for number in ours:

@@ -1,42 +1,34 @@
-"""A batch norm behind a linear, folded into it: in evaluation its statistics are constants.
+"""Fold a batch norm into the linear before it. In eval mode its statistics are constants:
 
-    gamma (x W^T + b - mean) / sqrt(var + eps) + beta  =  x (a W)^T + (b - mean) a + beta,        a = gamma / sqrt(var + eps), one for each output
+    gamma (x W^T + b - mean) / sqrt(var + eps) + beta  =  x (a W)^T + (b - mean) a + beta
 
-In training it normalises by the batch, which no weight can hold: `fold` refuses.
+with a = gamma / sqrt(var + eps), one per output. In training mode it normalizes by the batch, so `fold` raises.
 """
 
 import torch
 from torch import Tensor, nn
 
-# on a module: FP8 weights alone, out of a file: nothing to revert to, and nothing to fold any more
+# attribute of a module with only FP8 weights, from a file: it cannot be reverted, and norms are already folded in
 PACKED = "loka_packed"
 
 
 def can_fold(module: nn.Module | None, width: int) -> bool:
-    """Whether a module is a batch norm over `width` features that knows its statistics.
-
-    Args:
-        module: what stands behind a linear.
-        width: the linear's outputs.
-
-    Returns:
-        Whether `fold` takes it.
-    """
+    """Check whether `fold` supports a module: a batch norm over `width` features with running statistics."""
     if not isinstance(module, nn.BatchNorm1d) or type(module).forward is not nn.BatchNorm1d.forward:
         return False
     return module.num_features == width and module.running_mean is not None
 
 
 def fold(linear: nn.Linear, norm: nn.BatchNorm1d, name: str = "") -> tuple[Tensor, Tensor]:
-    """The weight and the bias of a linear with the batch norm behind it.
+    """Return the weight and bias of a linear with the batch norm after it folded in.
 
     Args:
         linear: [N, K].
-        norm: over N features, in evaluation mode.
-        name: of the linear, for the message.
+        norm: over N features, in eval mode.
+        name: of the linear, for the error message.
 
     Returns:
-        The weight in its own type and the bias in the same; both differentiable.
+        The weight and the bias in the weight's dtype; both differentiable.
 
     Raises:
         ValueError: the norm is in training mode.
@@ -49,13 +41,13 @@ def fold(linear: nn.Linear, norm: nn.BatchNorm1d, name: str = "") -> tuple[Tenso
 
 
 def refuse_training(norm: nn.Module | None, name: str) -> None:
-    """ValueError where a norm that is folded into the linear `name` would normalise by the batch."""
+    """Raise a ValueError if a norm folded into the linear `name` is in training mode."""
     if norm is not None and norm.training:
-        raise ValueError(f"{name}: the batch norm behind it is folded into its weight, as evaluation has it, and is in training mode; hint: model.eval(), or loka.revert(model) to train")  # fmt: skip
+        raise ValueError(f"{name}: the batch norm after it is folded into its weight, which requires eval mode, but is in training mode; hint: model.eval(), or loka.revert(model) to train")  # fmt: skip
 
 
 def statistics(linear: nn.Linear, norm: nn.BatchNorm1d) -> Tensor:
-    """Everything that is folded into a weight: mean, beta, variance + eps and gamma of the norm and the linear's bias, one row each, in float32."""
+    """Return what is folded into a weight, one float32 row each: mean, beta, var + eps, gamma and the linear's bias."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     mean, variance = norm.running_mean.float(), norm.running_var.float() + norm.eps

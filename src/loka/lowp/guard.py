@@ -1,27 +1,33 @@
-"""Guard: sites that go wrong in low precision go back to high precision, by name, at a safe point.
+"""Guard: detect sites that fail in low precision, and return them to high precision between steps.
 
     guard = Guard(model, GuardConfig(max_error=0.1, every=50))
     for batch in loader:
-        guard.begin_step()          # looks during one step in `every`
+        guard.begin_step()          # observes one step in `every`
         train_step(model, batch)
-        for event in guard.check(): # waits for the device only where something was looked at
+        for event in guard.check(): # synchronizes with the device only after an observed step
             print(event)
 
-While a step runs, every site counts on the device (`loka.lowp.health`); the host reads nothing. `check`, called between steps, reads all counters at once and decides:
+During an observed step every site counts on the device (`loka.lowp.health`); the host reads nothing. `check`, called
+between steps, reads all counters at once and looks for:
 
-    non-finite     the site's output has a NaN or an Inf, and neither its input nor its weight has: the trouble began here. A site whose input or weight was bad already
-                   is reported, not switched: another precision would not help it
-    error          the sampled error, mean over the looks since the last check, exceeds `max_error`
-    saturation     more than `max_saturated` of the steps since the last check had values beyond a chain's delayed scale, or a serving chain's calibrated one
+    non-finite     the site's output has a NaN or Inf, and neither its input nor its weight has. A site whose input or
+                   weight is bad is reported, not switched: a higher precision would not help
+    error          the mean sampled error since the last check exceeds `max_error`
+    saturation     in more than `max_saturated` of the steps since the last check, values exceeded a chain's delayed
+                   scale; in serving, any exceeded its calibrated scale, which is only reported
 
-A switch puts a linear back to high precision; a chain splits there, and both halves stay in FP8. The event says what must be made anew: whoever captured the step in a CUDA graph must capture it
-again, since a graph goes on replaying what it holds; compiled code notices by itself and compiles once more in the next step, for all sites switched by one check, so checks that switch are
-counted against `max_switches`; beyond it sites are still reported. Looking itself compiles a second variant of the model once. With several processes the counters are summed over all ranks, so that all decide alike.
+A switch returns a linear to high precision; a chain is split there, and both halves stay in FP8. The event says what
+must be redone: a captured CUDA graph must be captured again, since it replays the old kernels. Compiled code recompiles
+by itself in the next step, once for all sites switched by one check, so it is checks that count against `max_switches`;
+beyond that, sites are only reported. Observing also compiles a second variant of the model, once. With several
+processes the counters are summed over all ranks, so all ranks make the same decisions.
 
-`state_dict` is what a checkpoint needs beside the model's: the step, the switches spent and the bindings of the sites that were switched or rebound. Load it into the guard of a
-model that was converted as before, and before `loka.load_scale_state`, which expects the sites as they ran.
+`state_dict` has what a checkpoint needs besides the model's: the step, the switches used and the bindings of switched
+or rebound sites. Load it into the guard of a model that was converted the same way, before `loka.load_scale_state`,
+which expects the sites as they ran.
 
-`report_drift` is for whoever watches distributions, `take_drift` for a probe's report: at the next check `decide(site)` is asked for another binding; None keeps the present one.
+`report_drift` reports that a distribution has shifted, `take_drift` does so from a probe's report. The next check calls
+`decide(site)` for a new binding; None keeps the current one.
 """
 
 import logging
@@ -49,13 +55,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """When Guard looks, and beyond which limits it acts.
+    """How often Guard observes a step, and beyond which limits it switches a site.
 
     Args:
-        max_error: of a GEMM's sampled output (`loka.lowp.health`); a sound E4M3 GEMM is near 0.04, a layer of a chain, whose output is FP8 too, near 0.06.
-        every: look during one step in so many.
-        max_switches: checks that may switch something; beyond it sites are reported only.
-        max_saturated: share of the steps since the last check whose values may exceed a remembered scale.
+        max_error: the limit of a GEMM's sampled error (`loka.lowp.health`). A sound E4M3 GEMM is near 0.04, a layer of
+            a chain, whose output is FP8 too, near 0.06.
+        every: observe one step in this many.
+        max_switches: the number of checks that may switch sites; after that they are only reported.
+        max_saturated: the share of steps since the last check in which values may exceed a remembered scale.
 
     Example:
         >>> guard = loka.Guard(model, GuardConfig(every=20))
@@ -79,7 +86,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class GuardEvent:
-    """What a check found at one site, and what it did: `switched`, `rebound`, `capped` (the cap forbids another switch) or `reported`."""
+    """A finding at one site, and the action: `switched`, `rebound`, `reported`, or `capped` by `max_switches`."""
 
     step: int
     site: str
@@ -91,8 +98,8 @@ class GuardEvent:
 
 
 @dataclass
-class _InChain:
-    """One linear of a chain, as Guard sees it."""
+class _ChainedSite:
+    """A guarded linear of a chain."""
 
     chain: Chain
     at: int
@@ -105,12 +112,12 @@ class _InChain:
 
 
 class Guard:
-    """Watches the converted linears of a model, alone and in chains.
+    """Monitor the converted linears of a model, including those in chains, and return failing ones to high precision.
 
     Args:
-        model: converted, wrapped or not.
-        config: when to look, and what is too much.
-        decide: asked for another binding of a single linear whose distribution has drifted.
+        model: a converted model, wrapped or not.
+        config: how often to observe, and the limits.
+        decide: called with a site whose distribution has drifted; returns its new binding, or None to keep the current.
 
     Example:
         >>> guard = loka.Guard(model)
@@ -125,37 +132,37 @@ class Guard:
         self.decide = decide
         self.model, self._outer = unwrap(model), model
         self.sites: dict[str, Linear] = {linear.state.name or name: linear for name, linear in linears_of(self.model)}
-        self.chained: dict[str, _InChain] = {}
+        self.chained: dict[str, _ChainedSite] = {}
         self._find_chained()
         if not self.sites and not self.chained:
             raise ValueError("the model has no converted linear to guard; hint: loka.convert(model, plan) first")
         self.step = self.switches = 0
         self.events: list[GuardEvent] = []
-        self.opened: dict[str, str] = {}  # linears of chains that run in high precision now, and why
+        self.opened: dict[str, str] = {}  # linears taken out of chains into high precision, and why
         self._drifted: dict[str, str] = {}
         self._looking = False
-        self._bound: set[str] = set()  # sites that do not run what they were converted to
+        self._bound: set[str] = set()  # sites that no longer run what they were converted to
         self._attach()
 
     def _find_chained(self) -> None:
-        """The linears of all chains as they are now."""
+        """Collect the linears of all current chains."""
         before = self.chained
         self.chained = {}
-        # kept: walking a model's modules takes longer than all else here
+        # cached: walking a model's modules takes longer than everything else here
         self._chains = [chain for _, chain in chains_of(self.model)]
         for chain in self._chains:
             for at, link in enumerate(chain.links):
                 old = before.get(link.linear)
-                self.chained[link.linear] = _InChain(chain, at, *(() if old is None else (old.seen, old.steps)))
+                self.chained[link.linear] = _ChainedSite(chain, at, *(() if old is None else (old.seen, old.steps)))
 
     def begin_step(self) -> None:
-        """Look during the step that follows, where it is due."""
+        """Observe the following step if one is due. Call before every step."""
         self._attach()
         self._watch(self.step % self.config.every == 0)
         self.step += 1
 
     def _watch(self, looking: bool) -> None:
-        """Have sites count, or not."""
+        """Turn counting on or off at all sites."""
         if looking == self._looking:
             return
         self._looking = looking
@@ -165,12 +172,13 @@ class Guard:
             chain.watching = looking
 
     def _attach(self) -> None:
-        """Give every site a vector to count in; a site that was reverted has no place for one."""
+        """Give every site a vector of counters. Raise if a site was reverted."""
         gone = [site for site, linear in self.sites.items() if not isinstance(linear, Linear)]
         gone += [site for site, inside in self.chained.items() if not inside.chain.placed]
         if gone:
             raise ValueError(
-                f"guarded sites that are not converted any more: {', '.join(gone[:6])}; hint: make a new Guard after loka.revert and another conversion"
+                f"guarded sites that are no longer converted: {', '.join(gone[:6])}; "
+                "hint: make a new Guard after loka.revert and another conversion"
             )
         for linear in self.sites.values():
             if linear.state.health is None:
@@ -180,15 +188,20 @@ class Guard:
                 chain.health = [new_health(chain.static.device) for _ in chain.links]
 
     def report_drift(self, site: str, reason: str) -> None:
-        """A site's distribution has shifted: ask `decide` about it at the next check."""
+        """Report that a site's distribution has shifted; the next check calls `decide` for it."""
         if site not in self.sites and site not in self.chained:
             raise ValueError(f"no guarded site {site!r}; sites are {', '.join((*self.sites, *self.chained))}")
         if self.decide is None:
-            raise ValueError(f"{site} drifted ({reason}) and nobody can decide anew; hint: Guard(model, decide=...)")
+            raise ValueError(
+                f"{site} drifted ({reason}), but this Guard has no `decide`; hint: Guard(model, decide=...)"
+            )
         self._drifted[site] = reason
 
     def take_drift(self, report: DriftReport) -> list[str]:
-        """Hand a probe's drift report over: sites whose verdict changed, or that moved where verdicts were not compared. Returns the guarded ones among them."""
+        """Report the drifted sites of a probe's report, and return those that are guarded.
+
+        These are the sites whose verdict changed or, if verdicts were not compared, whose distribution moved.
+        """
         found = {c.site: f"verdict {c.before} -> {c.after}" for c in report.changes}
         if not report.judged:
             for move in report.moves:
@@ -201,7 +214,7 @@ class Guard:
         return guarded
 
     def check(self) -> list[GuardEvent]:
-        """Read what was counted and act on it; call between steps, on every rank. Returns what happened."""
+        """Read the counters, act on them, and return what happened. Call between steps, on every rank."""
         self._attach()
         found = self._judge() if self._looking else {}
         self._watch(False)
@@ -216,15 +229,15 @@ class Guard:
         return events
 
     def put_back(self, site: str, reason: str = "asked for", *, chain: bool = False) -> list[GuardEvent]:
-        """Put a linear back to high precision by hand, between two steps; it counts against no limit, and `state_dict` remembers it.
+        """Return a linear to high precision, between two steps. It counts against no limit; `state_dict` includes it.
 
         Args:
             site: the linear's name.
             reason: for the record.
-            chain: the whole chain that the linear runs in, not it alone.
+            chain: return the whole chain of the linear, not only the linear.
 
         Returns:
-            What was done, with what must be compiled or captured again.
+            One event per linear, which says what must be compiled or captured again.
 
         Example:
             >>> guard.put_back("tower.3")            # its chain splits there
@@ -237,14 +250,14 @@ class Guard:
         names = [link.linear for link in self.chained[site].chain.links] if chain else [site]
         events = []
         for name in names:
-            again = self._tell_again(name)
+            again = self._describe_redo(name)
             self._put_back(name, f"guard: {reason}")
             events.append(GuardEvent(self.step, name, "switched", f"{reason}; {again}"))
         self.events += events
         return events
 
     def stop(self) -> None:
-        """Stop counting; what was switched stays switched."""
+        """Stop observing. Switched sites stay switched."""
         self._looking = False
         for chain in self._chains:
             chain.health, chain.watching = None, False
@@ -253,24 +266,27 @@ class Guard:
                 linear.state.health, linear.state.watching = None, False
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart, as values that JSON can hold."""
+        """Return what a checkpoint needs, in values that JSON can hold."""
         self._attach()
         sites = {site: self.sites[site] for site in self.sites if site in self._bound}
         bound = {site: {"binding": _spell(at.binding), "note": at.state.note} for site, at in sites.items()}
         return {"step": self.step, "switches": self.switches, "sites": bound, "opened": dict(self.opened)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The counterpart: the sites run what they ran."""
+        """Restore what `state_dict` returned, including the bindings of switched sites."""
         self._attach()
         if missing := {"step", "switches", "sites"} - state.keys():
-            raise ValueError(f"this is no state of a Guard: {', '.join(sorted(missing))} missing")
+            raise ValueError(f"this is not the state of a Guard: {', '.join(sorted(missing))} missing")
         if unknown := sorted(state["sites"].keys() - self.sites.keys()):
             raise ValueError(
-                f"the state switched {', '.join(unknown[:6])}, which this model has not converted; guarded sites are {', '.join(self.sites)}"
+                f"the state switched {', '.join(unknown[:6])}, which are not converted in this model; "
+                f"guarded sites are {', '.join(self.sites)}"
             )
         opened = state.get("opened", {})
         if unknown := sorted(opened.keys() - self.chained.keys() - self.opened.keys()):
-            raise ValueError(f"the state opened chains at {', '.join(unknown[:6])}, which this model has not")
+            raise ValueError(
+                f"the state opened chains at {', '.join(unknown[:6])}, which are in no chain of this model"
+            )
         for site, note in opened.items():
             if site in self.chained:
                 self._open(site, note)
@@ -280,9 +296,9 @@ class Guard:
         self.step, self.switches = int(state["step"]), int(state["switches"])
 
     def _judge(self) -> dict[str, tuple[str, bool]]:
-        """Per site with a finding: what it is, and whether high precision would help."""
+        """Return the findings by site: a description, and whether high precision would help."""
         names = [*self.sites, *self.chained]
-        if not names:  # all that ran in chains was put back
+        if not names:  # there were only chains, and all of their linears were put back
             return {}
         counted = [linear.state.health for linear in self.sites.values()]
         counted += [inside.chain.health[inside.at] if inside.chain.health else None for inside in self.chained.values()]
@@ -297,7 +313,7 @@ class Guard:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)
             ranks = torch.distributed.get_world_size()
-        rows = table.tolist()  # the only wait for the device
+        rows = table.tolist()  # the only synchronization with the device
         for c in counted:
             if c is not None:
                 clear(c)
@@ -314,7 +330,7 @@ class Guard:
         if inside.chain.frozen is not None:
             reason = "values exceed the calibrated scale and saturate; hint: calibrate on batches like these"
             return (reason, False) if beyond else None
-        # what was counted before the first check, with the guard or without it, is nobody's finding
+        # counts from before the first check, with or without this guard, do not matter
         steps, new = self.step - inside.steps if inside.steps else 0, beyond - inside.seen
         inside.seen, inside.steps = beyond, self.step
         if steps > 1 and new > self.config.max_saturated * steps * ranks:
@@ -328,10 +344,13 @@ class Guard:
                 continue
             if bad_out > bad_in + bad_weight:
                 began = bad_out - bad_in - bad_weight
-                return f"{made} is not finite in {began:.0f} of {calls:.0f} looks whose {given} and weight were", True
+                return f"{made} is not finite in {began:.0f} of {calls:.0f} observed calls with finite {given} and weight", True  # fmt: skip
             for bad, what in ((bad_weight, "the weight"), (bad_in, given)):
                 if bad:
-                    return f"{what} is not finite in {bad:.0f} of {calls:.0f} looks: the trouble began elsewhere", False
+                    return (
+                        f"{what} is not finite in {bad:.0f} of {calls:.0f} observed calls: the cause is elsewhere",
+                        False,
+                    )
             if error / calls > self.config.max_error:
                 which = "fprop" if place == FORWARD else "backward"
                 return f"{which} error {error / calls:.3g} exceeds {self.config.max_error:g}", True
@@ -346,7 +365,7 @@ class Guard:
             return GuardEvent(self.step, site, "reported", reason)
         if self.switches >= self.config.max_switches:
             return GuardEvent(self.step, site, "capped", f"{reason}; {self.switches} switches are the limit")
-        again = self._tell_again(site)
+        again = self._describe_redo(site)
         self._put_back(site, f"guard: {reason}")
         return GuardEvent(self.step, site, "switched", f"{reason}; {again}")
 
@@ -356,8 +375,8 @@ class Guard:
         else:
             self._bind(site, LinearBinding(), note)
 
-    def _tell_again(self, site: str) -> str:
-        """What was made from the site as it ran, and must be made anew."""
+    def _describe_redo(self, site: str) -> str:
+        """Say what must be compiled or captured again after switching a site."""
         linear: nn.Module = self.chained[site].linear if site in self.chained else self.sites[site]
         compiled = [
             name or "the model"
@@ -369,9 +388,9 @@ class Guard:
         return f"{' and '.join(compiled)} compiles anew in the next step; {again}" if compiled else again
 
     def _open(self, site: str, note: str) -> None:
-        """Put one linear of a chain back to high precision; the chain splits."""
+        """Return one linear of a chain to high precision; the chain is split."""
         chain = self.chained[site].chain
-        for _, layer in list(interactions_of(self.model)):  # a node around a chain needs all of it
+        for _, layer in list(interactions_of(self.model)):  # a fused interaction needs the whole chain
             if any(module is chain.linears[0] for module in layer.modules()):
                 release_interaction(layer)
         chain.split(site)
@@ -382,21 +401,21 @@ class Guard:
         assert self.decide is not None
         if self.switches >= self.config.max_switches:
             return GuardEvent(self.step, site, "capped", f"{reason}; {self.switches} switches are the limit")
-        if site in self.chained:  # of a chain only high precision can be asked for
+        if site in self.chained:  # a linear in a chain can only go to high precision
             if self.decide(site) is None:
                 return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
-            again = self._tell_again(site)
+            again = self._describe_redo(site)
             self._open(site, f"decided anew: {reason}")
             return GuardEvent(self.step, site, "rebound", f"{reason}; in high precision now; {again}")
         binding = self.decide(site)
         if binding is None or binding == self.sites[site].binding:
             return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
         self._bind(site, binding, f"decided anew: {reason}")
-        return GuardEvent(self.step, site, "rebound", f"{reason}; now {binding}; {self._tell_again(site)}")
+        return GuardEvent(self.step, site, "rebound", f"{reason}; now {binding}; {self._describe_redo(site)}")
 
 
 def _spell(binding: LinearBinding) -> dict[str, Any]:
-    """A binding as JSON; what `auto` came to is left out, since it is found anew."""
+    """Return a binding as JSON values. What `auto` resolved to is left out, since it is resolved again on loading."""
     spelled: dict[str, Any] = {name: getattr(binding, name) for name in ("save", "weights", "quantizer")}
     spelled["scaling"] = {"history": binding.scaling.history, "margin": binding.scaling.margin}
     for gemm in GEMMS:
@@ -408,7 +427,7 @@ def _spell(binding: LinearBinding) -> dict[str, Any]:
 
 
 def _parse(spelled: Mapping[str, Any]) -> LinearBinding:
-    """The inverse."""
+    """Undo `_spell`."""
 
     def bound(gemm: str) -> GemmWay | None:
         g = spelled[gemm]

@@ -1,24 +1,26 @@
-"""How a low-precision linear is doing, counted on the device: no value is read by the host while a step runs.
+"""Counters of non-finite values and errors of a low-precision linear, on the device; the host reads none during a step.
 
-One float32 vector a site. For fprop, and again for backward:
+One float32 vector per site, with these fields for fprop and again for backward:
 
-    calls       how many times it was looked at
-    bad in      calls whose input (x; dy) had a NaN or an Inf
+    calls       number of observed calls
+    bad in      calls whose input (x; dy) had a NaN or Inf
     bad weight  calls whose weight had one
     bad out     calls whose output (y; dx, dW) had one
-    error       sum over the calls of the sampled error
-    turn        how many times it was looked at since the beginning: the others start anew at every check, this one moves the sample on
+    error       sum of the sampled errors of the calls
+    turn        number of observed calls in total: it shifts the sample and, unlike the others, is not reset by a check
 
-The error is that of the GEMM itself: 16 rows and 64 columns of the output, computed again in float32 from the operands in high precision. Which rows and columns
-moves on by one from call to call. It is the largest of three, because each hides what another shows:
+The error is that of the GEMM itself: 16 rows and 64 columns of the output are computed again in float32 from the
+high-precision operands. The sampled rows and columns shift by one from call to call. The error is the largest of three,
+because each hides what another shows:
 
-    ||out - exact|| / ||exact|| over the sample       what large values lose; one huge row hides all others
-    the mean over its rows of the same, at most 1     rows that vanish beside a huge one
-    the mean over its columns                         channels that vanish beside a large one
+    ||out - exact|| / ||exact|| over the sample       errors of large values; one huge row hides all others
+    the mean over its rows of the same, at most 1     rows that vanish next to a huge one
+    the mean over its columns                         channels that vanish next to a large one
 
-A row or a column that happens to cancel is no error of the GEMM's: the latter two divide by no less than the root of the summed squares of the products, which is what
-the output would be if signs were random. It costs 2 x 16 x 64 x K products. wgrad contracts over all rows, so its output cannot be sampled cheaply: what is measured
-for it is the quantisation of dy's sampled rows.
+A row or column whose sum happens to cancel is not an error of the GEMM: the latter two divide by at least the root of
+the summed squares of the products, which is what the output would be if signs were random. It costs 2 x 16 x 64 x K
+products. wgrad contracts over all rows, so its output cannot be sampled cheaply; the quantization error of sampled rows
+of dy is measured instead.
 """
 
 import torch
@@ -30,54 +32,54 @@ ROWS, COLUMNS = 16, 64
 
 
 def new_health(device: torch.device) -> Tensor:
-    """A vector of zeros for one site."""
+    """Return a vector of zeros for one site."""
     return torch.zeros(2 * len(FIELDS), device=device)
 
 
 def clear(health: Tensor) -> None:
-    """Start counting anew; the sample goes on from where it is."""
+    """Reset the counters, but not the position of the sample."""
     health.view(2, len(FIELDS))[:, : FIELDS.index("turn")].zero_()
 
 
 def turn_of(health: Tensor, place: int) -> Tensor:
-    """How many samples were drawn before."""
+    """Return the position of the sample: how many were drawn before."""
     return health[place + FIELDS.index("turn")]
 
 
 def _sample(size: int, wanted: int, turn: Tensor) -> Tensor:
-    """Indices spread evenly over an extent, shifted by one each turn."""
+    """Return indices spread evenly over `size`, shifted by one each turn."""
     step = max(size // wanted, 1)
     taken = min(size, wanted)
     return (torch.arange(taken, device=turn.device) * step + turn.long()) % size
 
 
 def _ratio(wrong: Tensor, dim: tuple[int, ...], *sizes: Tensor) -> Tensor:
-    """||wrong|| along dimensions over the largest of ||size||; 0 for nothing, and for what is not finite (counted elsewhere)."""
+    """Return ||wrong|| / max ||size|| along `dim`; 0 if it is not finite, which is counted elsewhere."""
     norms = torch.stack([torch.linalg.vector_norm(size, dim=dim) for size in sizes])
     error = torch.linalg.vector_norm(wrong, dim=dim) / norms.amax(0).clamp(min=1e-30)
     return torch.where(error.isfinite(), error, torch.zeros_like(error))
 
 
 def _error(got: Tensor, exact: Tensor, random: Tensor) -> Tensor:
-    """The largest of the error of all, the mean error of the rows, and that of the columns."""
+    """Return the largest of the overall error, the mean error of the rows, and that of the columns."""
     wrong = got.float() - exact
     rows, columns = (_ratio(wrong, dim, exact, random).clamp(max=1).mean() for dim in ((1,), (0,)))
     return torch.maximum(_ratio(wrong, (0, 1), exact), torch.maximum(rows, columns))
 
 
 def sampled_error(a: Tensor, b: Tensor, out: Tensor, turn: Tensor) -> Tensor:
-    """Error of out [M, N] = a [M, K] @ b [K, N] on a sample of rows and columns."""
+    """Return the error of out [M, N] = a [M, K] @ b [K, N] on a sample of rows and columns."""
     if out.numel() == 0 or a.shape[1] == 0:
         return torch.zeros((), device=out.device)
     rows, columns = _sample(out.shape[0], ROWS, turn), _sample(out.shape[1], COLUMNS, turn)
     a, b = a.index_select(0, rows).float(), b.index_select(1, columns).float()
     exact = a @ b
-    random = (a.square() @ b.square()).sqrt().nan_to_num(posinf=0.0)  # squares may overflow where products do not
+    random = (a.square() @ b.square()).sqrt().nan_to_num(posinf=0.0)  # squares may overflow when products do not
     return _error(out.index_select(0, rows).index_select(1, columns), exact, random)
 
 
 def quantization_error(x: Tensor, dequantized: Tensor, turn: Tensor) -> Tensor:
-    """Error of a quantised operand on a sample of its rows."""
+    """Return the error of a quantized operand on a sample of its rows."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     rows = _sample(x.shape[0], ROWS, turn)
@@ -86,20 +88,20 @@ def quantization_error(x: Tensor, dequantized: Tensor, turn: Tensor) -> Tensor:
 
 
 def sampled_rows(size: int, turn: Tensor) -> Tensor:
-    """Indices of the rows that are looked at in this turn."""
+    """Return the indices of the rows sampled in this turn."""
     return _sample(size, ROWS, turn)
 
 
 def row_error(got: Tensor, exact: Tensor) -> Tensor:
-    """Error of rows [R, N] beside the same rows in float32."""
+    """Return the error of rows [R, N] compared with the same rows in float32."""
     return _error(got, exact, exact)
 
 
 def is_bad(x: Tensor | None, like: Tensor) -> Tensor:
-    """1 where a tensor has a NaN or an Inf, else 0; one read."""
+    """Return 1 if a tensor has a NaN or Inf, else 0, in one read."""
     if x is None or x.numel() == 0:
         return torch.zeros_like(like)
-    # both are NaN where anything is; on a CPU 27 times as fast as the norm that says the same
+    # both are NaN if any value is; on a CPU 27 times as fast as the infinity norm
     least, largest = torch.aminmax(x)
     fine = (least.float() > -float("inf")) & (largest.float() < float("inf"))
     return torch.where(fine, torch.zeros_like(like), torch.ones_like(like))
@@ -108,7 +110,7 @@ def is_bad(x: Tensor | None, like: Tensor) -> Tensor:
 def record(
     health: Tensor, place: int, given: Tensor, weight: Tensor | None, results: tuple[Tensor | None, ...], error: Tensor
 ) -> None:
-    """Add one call to a site's vector; `weight` where the results depend on it."""
+    """Add one call to a site's vector; `weight` is None if the results do not depend on it."""
     one = torch.ones_like(error)
     bad_out = torch.zeros_like(error)
     for result in results:

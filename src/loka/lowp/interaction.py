@@ -1,13 +1,14 @@
-"""A whole Wukong layer as one autograd node: its interactions in two kernels around an FP8 chain, x read once (loka.kernels.interaction).
+"""A whole Wukong layer as one autograd node: two interaction kernels around an FP8 chain (`loka.kernels.interaction`).
 
-It runs in the place of a module with the children `mix` (FeatureMix: n_l, k and perhaps residual rows), `fmb` (with `norm` and a tower `mlp` that is a chain) and `norm`. The module
-changes its class and keeps everything else (as in `loka.lowp.chain`).
+It replaces the forward of a module with the children `mix` (FeatureMix: n_l, k and perhaps residual rows), `fmb` (with
+`norm` and a tower `mlp` that is a chain) and `norm`. The module changes its class and keeps everything else (as in
+`loka.lowp.chain`).
 
     forward     interact(x) -> FP8 products, half of next;   chain;   finish -> next
     backward    norm_gradient(d next) -> dS;   chain backward of dS's first half;   interact_gradient -> dx, dW
 
-For backward a layer keeps x, next (which the layer after it keeps anyway as its x), one rstd a vector, and what its chain keeps in FP8: the products and mixtures are
-computed again from x.
+For backward a layer saves x, next (which the next layer saves anyway as its x), one rstd per vector, and what its chain
+saves in FP8; the products and mixtures are recomputed from x.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from loka.nn.norm import BLOCK, BlockNorm
 
 
 class _Layer(torch.autograd.Function):
-    """x [B, n, d], the rows of the mix, scale [], then the chain's tensors -> next [B, n_f + n_l, d]."""
+    """x [B, n, d], the weight of the mix, scale [], and the chain's tensors -> next [B, n_f + n_l, d]."""
 
     @staticmethod
     def forward(
@@ -63,20 +64,21 @@ class _Layer(torch.autograd.Function):
 
 @torch.no_grad()
 def _look(chain: Chain, products: Any, layout: Layout, seed: Tensor | None) -> None:
-    """Count for Guard what the chain does inside of the node: once more, in the one step of many that is looked at."""
+    """Run the chain a second time in an observed step, to record its errors for Guard."""
     chain.look(products.dequantize().to(layout.dtype), chain.infer(products, layout, seed), seed)
 
 
 @torch.no_grad()
 def enter_chain(layer: Any, x: Tensor) -> tuple[QTensor, Callable[[Tensor, Tensor], Tensor]]:
-    """What the chain inside a fused layer is given, for whoever looks at it.
+    """Return the input of the chain inside a fused layer, for observers.
 
     Args:
-        layer: one that `place_interaction` changed.
-        x: its input.
+        layer: a layer that `place_interaction` changed.
+        x: the layer's input.
 
     Returns:
-        The chain's input in FP8; and `pull(y, gradient)`, which makes the gradient of the chain's output y from that of the layer's output.
+        The chain's input in FP8, and `pull(y, gradient)`, which computes the gradient of the chain's output y from that
+        of the layer's output.
     """
     call, chain = _describe(layer, x.shape[0], x.dtype), _tower_of(layer)
     assert chain is not None
@@ -90,14 +92,14 @@ def enter_chain(layer: Any, x: Tensor) -> tuple[QTensor, Callable[[Tensor, Tenso
 
 
 class _Fused(nn.Module):
-    """Mixed in front of a layer's own class."""
+    """The forward of a fused layer; it is mixed in before the layer's own class."""
 
     mix: FeatureMix
     fmb: Any
     norm: BlockNorm
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, n, d] -> [B, n_f + n_l, d]; an empty batch takes the layer's own way, since no kernel has a launch of no rows."""
+        """Compute [B, n, d] -> [B, n_f + n_l, d]. An empty batch runs the layer's own forward: kernels need a row."""
         if x.shape[0] == 0:
             empty: Tensor = super().forward(x)
             return empty
@@ -124,7 +126,7 @@ class _Fused(nn.Module):
         return out if tap is None or not tap.on else tap.see(chain, x, out, seed)
 
     def extra_repr(self) -> str:
-        """What runs when."""
+        """Say that the layer is fused."""
         return "interactions fused around the chain"
 
 
@@ -135,7 +137,7 @@ def _describe(layer: Any, rows: int, dtype: torch.dtype = torch.bfloat16) -> Int
 
 
 def _tower_of(layer: Any) -> Chain | None:
-    """The chain that a layer's tower is, all of it."""
+    """Return the chain that consists of all linears of a layer's tower, if there is one."""
     tower = getattr(getattr(layer, "fmb", None), "mlp", None)
     linears = [m for m in tower.modules() if isinstance(m, nn.Linear)] if isinstance(tower, nn.Module) else []
     chain = chain_of(linears[0]) if linears else None
@@ -143,7 +145,10 @@ def _tower_of(layer: Any) -> Chain | None:
 
 
 def place_interaction(layer: nn.Module) -> None:
-    """Fuse the interactions of a Wukong layer around its tower, a chain already, in place; ValueError where it is something else."""
+    """Fuse the interactions of a Wukong layer around its tower, in place.
+
+    Raise a ValueError if that is not possible.
+    """
     chain = _tower_of(layer)
     linears, bounded = ([], False) if chain is None else (list(chain.linears), chain.bounded_input)
     if reason := refuse_interaction(layer, linears, bounded_input=bounded):
@@ -155,7 +160,7 @@ def place_interaction(layer: nn.Module) -> None:
 
 
 def release_interaction(layer: nn.Module) -> None:
-    """A layer that `place_interaction` changed runs its own forward again; any other is left as it is."""
+    """Undo `place_interaction`; a no-op for other layers."""
     if isinstance(layer, _Fused):
         if (chain := _tower_of(layer)) is not None:
             chain.around = None
@@ -164,12 +169,12 @@ def release_interaction(layer: nn.Module) -> None:
 
 
 def interactions_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer whose interactions are fused, by name."""
+    """Yield every fused layer with its name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, _Fused))
 
 
 def refuse_interaction(layer: Any, linears: Sequence[nn.Module], *, bounded_input: bool) -> str | None:
-    """Why a layer's interactions cannot be fused around the linears of a chain, its size on a GPU included; None where they can."""
+    """Return why a layer's interactions cannot be fused around the linears of a chain, or None if they can."""
     mix, fmb, norm = (getattr(layer, name, None) for name in ("mix", "fmb", "norm"))
     if not isinstance(mix, FeatureMix) or fmb is None or norm is None or not isinstance(getattr(fmb, "mlp", None), nn.Module):  # fmt: skip
         return "it has no children mix, fmb with a tower mlp, and norm"

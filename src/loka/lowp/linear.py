@@ -1,15 +1,16 @@
-"""Linear whose three GEMMs each run on their own kernel in their own precision.
+"""A linear whose three GEMMs each run in their own precision and on their own kernel.
 
     fprop   y  = x  W^T        dgrad   dx = dy W        wgrad   dW = dy^T x
 
-It is an nn.Linear with the original's parameters, so a state_dict is the same before and after the swap. What runs is bound once (`loka.lowp.binding`). A backend that
-cannot run what it is bound to raises in forward; nothing else is run in its place.
+It is an nn.Linear with the original's parameters, so the state_dict is the same before and after the conversion. What
+runs is bound once (`loka.lowp.binding`). A backend that cannot run what it is bound to raises in forward; there is no
+fallback.
 
-Every tensor is quantised once, along the axis the GEMM contracts, and together with its transpose where two GEMMs want both: x and x^T in forward, dy and dy^T in
-backward, W and W^T once per optimizer step. Nothing is transposed in memory for that. The bias is added in the output's type after the GEMM, where a compiler joins it
-to what follows.
+Every tensor is quantized once, along the axis that the GEMM contracts, together with its transpose if two GEMMs need
+both: x and x^T in forward, dy and dy^T in backward, W and W^T once per optimizer step. Nothing is transposed in memory
+for that. The bias is added after the GEMM in the output's dtype, where a compiler can fuse it with what follows.
 
-Widths that are no multiple of 16 are the backends' business (they pad); the result has the shape that was asked for.
+Backends pad widths that are not a multiple of 16; the result has the shape of an nn.Linear's.
 """
 
 import math
@@ -37,10 +38,10 @@ __all__ = ["Linear", "LinearBinding", "LinearState", "linears_of", "refresh", "r
 
 
 class Linear(nn.Linear):
-    """An nn.Linear in low precision. Make one with `Linear.replacing(module, binding)`, or turn a module into one with `Linear.adopt`.
+    """An nn.Linear in low precision. Create one with `Linear.replacing`, or convert one in place with `Linear.adopt`.
 
     Args:
-        in_features: as nn.Linear, and so are the others; it is not made like this.
+        in_features: as for nn.Linear, and so are the others; do not call the constructor.
 
     Example:
         >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(recipe_named("rowwise").fprop))
@@ -51,7 +52,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def replacing(module: nn.Linear, binding: LinearBinding) -> "Linear":
-        """A Linear that shares the module's parameters and its hooks."""
+        """Return a new Linear that shares the module's parameters and hooks."""
         twin = nn.Linear.__new__(nn.Linear)
         twin.__dict__.update(
             {k: v.copy() if k in ("_parameters", "_buffers", "_modules") else v for k, v in vars(module).items()}
@@ -64,7 +65,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def adopt(module: nn.Linear, binding: LinearBinding, name: str = "") -> "Linear":
-        """Turn a module into a Linear in place: parameters, hooks, wrappers and whoever holds the module see the same object."""
+        """Turn a module into a Linear in place, so that wrappers and all other references to it stay valid."""
         if reason := refuse(module):
             raise ValueError(f"{name or module} cannot run in low precision: {reason}")
         state = LinearState(binding, module.weight)
@@ -75,14 +76,14 @@ class Linear(nn.Linear):
         assert isinstance(module, Linear)
         try:
             module._allocate()
-        except BaseException:  # after Ctrl-C too
+        except BaseException:  # also after Ctrl-C
             module.release()
             raise
         follow(module)
         return module
 
     def release(self) -> nn.Linear:
-        """The counterpart of `adopt`: the module it was, in place."""
+        """Undo `adopt`: restore the original class in place."""
         plain: nn.Module = self
         plain.__class__ = unmix(type(self), Linear)
         unfollow(self)
@@ -90,13 +91,13 @@ class Linear(nn.Linear):
         return self
 
     def restored(self) -> nn.Linear:
-        """A plain nn.Linear beside this one, sharing the parameters."""
+        """Return a new plain nn.Linear that shares the parameters."""
         plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         plain.weight, plain.bias = self.weight, self.bias
         return plain.train(self.training)
 
     def rebind(self, binding: LinearBinding, note: str = "") -> None:
-        """Run something else from the next step on. Compiled code notices and compiles once more."""
+        """Replace the binding, between two steps. Compiled code recompiles once."""
         state = LinearState(binding, self.weight)
         state.name, state.note = self.state.name, note
         state.health, state.watching = self.state.health, self.state.watching
@@ -104,7 +105,7 @@ class Linear(nn.Linear):
         self._allocate()
 
     def refresh(self) -> None:
-        """Quantise the weight now; for edits that no version counter shows."""
+        """Quantize the weight now, after writes that no version counter shows."""
         if self.state.weights is None:
             self._allocate()
         else:
@@ -112,17 +113,17 @@ class Linear(nn.Linear):
 
     @property
     def remembered(self) -> list[AmaxState]:
-        """The magnitudes that its scales come from; none once it was reverted."""
+        """The amax states that its scales come from; none after it was reverted."""
         state: LinearState | None = vars(self).get("state")
         return [] if state is None else list(state.amax_states.values())
 
     def followed_weights(self) -> list[Tensor]:
-        """The weight, as whoever owns it knows it."""
+        """Return the weight as a registered parameter, as optimizers know it."""
         weight = self._parameters.get("weight")
         return [] if weight is None or "state" not in vars(self) else [weight]
 
     def weights_changed(self, *, owned: bool) -> None:
-        """An optimizer has made its step; `owned`: it may have changed this weight."""
+        """Invalidate the cached weight after an optimizer step; `owned` if the optimizer owns this weight."""
         state: LinearState | None = vars(self).get("state")
         weights = None if state is None else state.weights
         if weights is None:
@@ -130,16 +131,16 @@ class Linear(nn.Linear):
         if weights.manual:
             if owned:
                 weights.rewrite(self.weight, kept=False)
-        elif owned:
-            weights.invalidate()  # changed in place: a backward that still wants the old weight is an error, as for nn.Linear
+        elif owned:  # changed in place: a later backward that needs the old weight is an error, as for nn.Linear
+            weights.invalidate()
         elif self.training:
             weights.renew()
 
     def after_step(self) -> None:
-        """Nothing is left to do when the step's magnitudes are filed."""
+        """Do nothing after a step's magnitudes were filed; chains do."""
 
     def _allocate(self) -> None:
-        """Make the quantised weight's buffers, where it can be cached."""
+        """Create the cache of the quantized weight, if it can be cached."""
         weight, binding = self._parameters.get("weight"), self.binding
         self.state.weights = None
         if binding.weights == "fresh" or not can_cache(weight, binding):
@@ -147,14 +148,14 @@ class Linear(nn.Linear):
         assert weight is not None
         w, w_t = (None if gemm is None else gemm.of_weight for gemm in (binding.fprop, binding.dgrad))
         if w_t is not None and not self.training:
-            w_t = None  # inference never needs the transpose; `train()` makes it
+            w_t = None  # inference never needs the transpose; `train()` creates it
         if w is not None or w_t is not None:
             self.state.weights = WeightCache(
                 weight, w, w_t, quantizer=binding.quantizer, manual=binding.weights == "manual", site=self.state.name
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
+        """Compute x [..., K] -> y [..., N] in the input's dtype, or autocast's if it is enabled."""
         refuse_export(self.state)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
@@ -166,21 +167,23 @@ class Linear(nn.Linear):
             y = self._multiply(x, dtype)
             if self.bias is not None:
                 y = y + self.bias.to(dtype)
-        # as nn.Linear: the result is no view, so that an in-place operation on it is nobody's business
+        # as for nn.Linear, the result is not a view, so that the caller can modify it in place
         return y if matrix else torch.ops.aten._unsafe_view(y, [*input.shape[:-1], self.out_features])
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """y [M, N] without the bias."""
+        """Return y [M, N] without the bias."""
         weight, state = self.weight, self.state
         if type(weight) not in (nn.Parameter, Tensor):
             raise ValueError(
-                f"the weight is a {type(weight).__name__}, expected a plain tensor; a sharded linear cannot run in low precision"
+                f"the weight is a {type(weight).__name__}, expected a plain tensor; "
+                "a sharded linear cannot run in low precision"
             )
         needs = (torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
         health = state.health if state.watching else None
         with torch.no_grad():
             given, layouts = self._operands(x, weight, needs, health)
-        with torch._C.DisableTorchFunction():  # no function mode looks inside an autograd function: a compiler could not take out what it writes down there
+        # hidden from function modes: a compiler cannot trace their side effects inside an autograd function
+        with torch._C.DisableTorchFunction():
             y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
         if health is not None:
             with torch.no_grad():
@@ -192,7 +195,7 @@ class Linear(nn.Linear):
     def _operands(
         self, x: Tensor, weight: Tensor, needs: tuple[bool, bool], health: Tensor | None
     ) -> tuple[Given, Layouts]:
-        """Everything that is known before the GEMM: the quantised weight, how it is laid out, and remembered scales."""
+        """Return what is known before the GEMM: the quantized weight, its layouts, and remembered scales."""
         binding, state = self.binding, self.state
         w_spec = None if binding.fprop is None else binding.fprop.b
         t_spec = binding.dgrad.b if binding.dgrad is not None and needs[0] else None
@@ -211,7 +214,7 @@ class Linear(nn.Linear):
         ), (layout_of(w), layout_of(w_t))
 
     def _x_scales(self, x: Tensor, amax: AmaxState) -> tuple[Tensor | None, Tensor | None]:
-        """Given scales of x and x^T."""
+        """Return the remembered scales of x and x^T, and record the amax of x."""
         now = find_amax(x)
         if amax.calibrating:
             amax.calibrate(now)
@@ -227,12 +230,12 @@ class Linear(nn.Linear):
         return amax.scale_for(specs[0], now), amax.scale_for(specs[1], now)
 
     def extra_repr(self) -> str:
-        """Precision and kernel of each GEMM."""
+        """Return the precision and kernel of each GEMM."""
         note = f", {self.state.note}" if self.state.note else ""
         return f"{super().extra_repr()}, {self.binding}{note}"
 
     def train(self, mode: bool = True) -> "Linear":
-        """A change of mode is where weights are swapped by hand (EMA); the cache does not survive it."""
+        """Set the mode. A change drops the cached weight, since weights are often swapped between modes (EMA)."""
         changed = mode != self.training
         super().train(mode)
         weights = self.state.weights
@@ -245,7 +248,7 @@ class Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
         if self.state.weights is not None:
-            self.state.weights.invalidate()  # torch swaps no tensor that somebody holds a weak reference to
+            self.state.weights.invalidate()  # drops its weak reference, with which torch could not swap the tensor
         before = self.weight.device, self.weight.dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.state.to(self.weight.device)
@@ -263,14 +266,14 @@ class Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "state" in self.__dict__:
-            # whoever assigns weights (FSDP2, weight tying) may change them behind the version counter
+            # code that assigns weights (FSDP2, weight tying) may change them without moving the version counter
             self.state.weights = None
         super().__setattr__(name, value)
 
     def _replicate_for_data_parallel(self) -> "Linear":
         raise ValueError(
-            f"{self.state.name or 'Linear'} is converted: the replicas of nn.DataParallel would share its quantised weight and its scales; "
-            "hint: DistributedDataParallel, or loka.revert(model) first"
+            f"{self.state.name or 'Linear'} is converted: the replicas of nn.DataParallel would share its quantized "
+            "weight and its scales; hint: DistributedDataParallel, or loka.revert(model) first"
         )
 
     def __prepare_scriptable__(self) -> Any:
@@ -282,13 +285,13 @@ class Linear(nn.Linear):
         follow(self)
 
 
-declare_mixed(Linear, nn.Linear)  # for nn.Linear itself no class need be made
-# what a converted linear has beside an nn.Linear: a name of the user's would be hidden by it, or hide it
+declare_mixed(Linear, nn.Linear)  # a converted nn.Linear is a Linear itself, not a mixed class
+# attributes that Linear adds to nn.Linear; a user's attribute of the same name would clash
 _NAMES = sorted({*Linear.__annotations__, *vars(Linear)} - {*dir(nn.Linear), "_loka_mixed", "__annotations__"})
 
 
 def refuse(module: nn.Module) -> str | None:
-    """Why a module cannot become a Linear; None where it can."""
+    """Return why a module cannot become a Linear, or None if it can."""
     if not isinstance(module, nn.Linear):
         return f"is a {type(module).__name__}, expected an nn.Linear"
     if isinstance(module, Linear):
@@ -301,38 +304,44 @@ def refuse(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if own := [name for name in _NAMES if name in vars(module) or hasattr(type(module), name)]:
-        return f"its own attribute {own[0]!r} has a name that a converted linear needs; hint: another name"
+        return f"its own attribute {own[0]!r} has a name that a converted linear needs; hint: rename it"
     if "weight" not in module._parameters:
         return "its weight is not a parameter (weight_norm, spectral_norm?)"
     if isinstance(module.weight, nn.UninitializedParameter):
-        return "its weight is not initialised yet (lazy module)"
+        return "its weight is not initialized yet (lazy module)"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}, expected a floating-point type"
     if module.weight.dtype == torch.float64:
         return "float64 weights: no low-precision GEMM writes float64"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear" and not getattr(module, "loka_called", False):
-        return "nn.MultiheadAttention reads its weight without calling it; hint: the mod attention_layout, which takes attention of a sequence to itself"
+        return (
+            "nn.MultiheadAttention reads its weight without calling it; "
+            "hint: the mod attention_layout, which replaces self-attention"
+        )
     return None
 
 
 def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The converted linears of a model by name."""
+    """Yield the converted linears of a model with their names."""
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             yield name, module
 
 
 def refresh(model: nn.Module) -> int:
-    """Do by hand what an optimizer step does: quantise all weights anew, in place, and update delayed scales, in chains too.
+    """Quantize all weights again and update delayed scales, as after an optimizer step.
+
+    Call it after writing weights without a torch optimizer. Caches are updated in place, so captured CUDA graphs see
+    it.
 
     Args:
-        model: converted.
+        model: a converted model.
 
     Returns:
-        How many linears there are.
+        The number of converted linears, those in chains included.
 
     Example:
-        >>> loka.refresh(model)  # after weights were written by hand
+        >>> loka.refresh(model)
         12
     """
     linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]

@@ -1,7 +1,8 @@
-"""The autograd function of a low-precision linear: x [M, K], weight [N, K] -> y [M, N], three GEMMs with their own bindings.
+"""The autograd function of a low-precision linear: x [M, K], weight [N, K] -> y [M, N], with three GEMMs.
 
-Forward quantises x, and x^T for wgrad where backward is to keep FP8; backward quantises dy and dy^T. The quantised weight is given (`loka.lowp.weight_cache`), and so are
-scales that are remembered from earlier steps. Both raise counters on the device that they are given; nothing here waits for the device.
+Forward quantizes x and, if FP8 is saved for wgrad, x^T; backward quantizes dy and dy^T. The caller passes the quantized
+weight (`loka.lowp.weight_cache`) and remembered scales. Both directions update the counters they are given on the
+device; nothing here synchronizes with it.
 """
 
 import contextlib
@@ -21,18 +22,18 @@ from loka.lowp.binding import LinearBinding
 from loka.lowp.health import BACKWARD, quantization_error, record, sampled_error, turn_of
 from loka.lowp.scaling import delayed_scale, find_amax
 
-_OTHER_INPUTS = 4  # binding, dtype, needs, layouts: arguments of the autograd function that are no tensors
+_OTHER_INPUTS = 4  # binding, dtype, needs, layouts: the arguments of the autograd function that are not tensors
 
-Layouts = tuple[Layout | None, Layout | None]  # what W and W^T are laid out for
+Layouts = tuple[Layout | None, Layout | None]  # the layouts of W and W^T
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Given(NamedTuple):
-    """Tensors the autograd function is given beside x and the weight; none has a gradient."""
+    """The tensor arguments of the autograd function besides x and the weight; none has a gradient."""
 
     w: Tensor | None = None
     w_scale: Tensor | None = None
-    w_laid: Tensor | None = None  # the scales as the backend reads them, where they are others
+    w_laid: Tensor | None = None  # the scales in the backend's own layout, if it has one
     w_two: Tensor | None = None  # second level of the scales (NVFP4)
     wt: Tensor | None = None
     wt_scale: Tensor | None = None
@@ -46,12 +47,12 @@ class Given(NamedTuple):
 
 
 def parts_of(q: QTensor | None) -> Parts:
-    """A quantised operand as the tensors it consists of."""
+    """Split a quantized operand into its tensors."""
     return (None, None, None, None) if q is None else (*prepared.parts_of(q), q.tensor_scale)
 
 
 def _whole(parts: Parts, spec: Spec, shape: tuple[int, ...] = (), layout: Layout | None = None) -> QTensor:
-    """The inverse; a weight that was laid out needs its shape, since the laid out data may be larger."""
+    """Undo `parts_of`. A weight in a backend's layout needs its shape, since its data may be padded."""
     data, scale, laid, two = parts
     assert data is not None
     assert scale is not None
@@ -63,7 +64,7 @@ def _whole(parts: Parts, spec: Spec, shape: tuple[int, ...] = (), layout: Layout
 def _pair(
     x: Tensor, spec: Spec | None, transpose: Spec | None, scale: Tensor | None, scale_t: Tensor | None, quantizer: str
 ) -> tuple[QTensor | None, QTensor | None]:
-    """x and x^T, each quantised where a spec asks for it, from one read where the quantiser can."""
+    """Quantize x and x^T, each if it has a spec, in one read if the quantizer can."""
     if spec is not None and transpose is not None:
         return quantize_both(x, spec, transpose, scale=scale, transpose_scale=scale_t, backend=quantizer)
     if transpose is None:
@@ -78,7 +79,7 @@ def _gemm(a: QTensor, b: QTensor, bound: GemmWay, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_dtype(shape: tuple[int, int, int], bound: GemmWay, dtype: torch.dtype, wanted: torch.dtype, device: torch.device) -> torch.dtype:  # fmt: skip
-    """The parameter's own type where the backend can write it, so that a float32 gradient is neither rounded nor cast afterwards."""
+    """Return the parameter's dtype if the backend can write it, so that a float32 gradient is not rounded."""
     if wanted == dtype or wanted not in OUT_DTYPES:
         return dtype
     if bound.backend == "auto":
@@ -92,7 +93,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, binding: LinearBinding, dtype: torch.dtype, needs: tuple[bool, bool], layouts: Layouts, *rest: Any) -> Tensor:  # fmt: skip
-        """y, keeping what the needed gradients need."""
+        """Return y, and save what the needed gradients require."""
         given = Given(*rest)
         fprop, dgrad, wgrad = binding.fprop, binding.dgrad, binding.wgrad
         keeps_fp8 = needs[1] and binding.saves_fp8
@@ -110,7 +111,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(
             kept_x, *parts_of(x_t), given.xt_scale, kept_weight, *given[4:8], given.dy_largest
         )  # fmt: skip
-        # raised by every backward of this linear, in any order: not for autograd's check of versions
+        # not saved tensors: every backward of this linear writes to them, which would fail autograd's version check
         ctx.pending, ctx.health = given.dy_pending, given.health
         ctx.binding, ctx.dtype, ctx.needs, ctx.types = binding, dtype, needs, (x.dtype, weight.dtype)
         ctx.transposed, ctx.layout = (weight.shape[1], weight.shape[0]), layouts[1]
@@ -119,9 +120,10 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """dx and dW, once."""
-        # A backward may be called under autocast. Not so when it is traced: its products are in ctx.dtype already, and dynamo, which traces a backward
-        # that asks for strides a second time, would leave the first trace's context open.
+        """Return dx and dW."""
+        # A backward may run under autocast, which must be disabled, but not when it is traced: its products are in
+        # ctx.dtype already, and dynamo, which traces a backward twice if it reads strides, would leave the context of
+        # the first trace open.
         traced = torch.compiler.is_compiling()
         with contextlib.nullcontext() if traced else torch.autocast(grads[0].device.type, enabled=False):
             dx, dw = _differentiate(ctx, grads[0])
@@ -129,7 +131,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dW, as far as they are needed."""
+    """Return dx and dW; None if not needed."""
     x, *xt, xt_scale, weight, wt, wt_made, wt_laid, wt_two, largest = ctx.saved_tensors
     binding: LinearBinding = ctx.binding
     dgrad, wgrad = (binding.dgrad if ctx.needs[0] else None), (binding.wgrad if ctx.needs[1] else None)
@@ -160,7 +162,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
 def _dy_scales(
     dy: Tensor, specs: tuple[Spec | None, Spec | None], state: tuple[Tensor | None, ...], headroom: float
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Given scales of dy and dy^T; the step's largest magnitude is raised on the way."""
+    """Return the delayed scales of dy and dy^T, and raise the step's amax."""
     largest, pending = state
     if largest is None or pending is None:
         return None, None

@@ -1,4 +1,4 @@
-"""What a converted linear remembers beside its parameters: quantised weights, magnitudes, counters. None of it is in a state_dict."""
+"""The state of a converted linear besides its parameters: quantized weights, magnitudes, counters."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from loka.lowp.weight_cache import WeightCache
 
 
 class LinearState:
-    """What a Linear remembers beside its parameters. A plain object: no buffer, so no state_dict, no DDP broadcast."""
+    """The state of a Linear. Nothing in it is a buffer, so it is in no state_dict and DDP does not broadcast it."""
 
     def __init__(self, binding: LinearBinding, weight: Tensor) -> None:
         device = weight.device
         self.name = ""
-        self.note = ""  # why it runs other than it was bound
+        self.note = ""  # why it does not run what it was converted to
         self.weights: WeightCache | None = None
         self.health: Tensor | None = None
         self.watching = False
@@ -26,22 +26,22 @@ class LinearState:
 
     @property
     def amax_states(self) -> dict[str, AmaxState]:
-        """The operands with remembered scales."""
+        """The amax states of the operands with remembered scales."""
         return {name: state for name, state in (("x", self.x), ("dy", self.dy)) if state is not None}
 
     def to(self, device: torch.device) -> None:
-        """Follow the parameters to a device; quantised weights are made there anew."""
+        """Move the state to a device, except for quantized weights, which are created there again."""
         for state in self.amax_states.values():
             state.to(device)
         if self.health is not None:
             self.health = self.health.to(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "weights": None}  # a copy of the module makes its own
+        return {**vars(self), "weights": None}  # a copied module creates its own
 
 
 def can_cache(weight: Tensor | None, binding: LinearBinding) -> bool:
-    """Plain tensors with storage, one level of scales."""
+    """Check whether a quantized weight can be cached: a plain parameter with storage, and one level of scales."""
     if weight is None or type(weight) is not nn.Parameter or weight.device.type == "meta":
         return False
     return all(spec.scale != "e4m3" for spec in binding.weight_specs.values())

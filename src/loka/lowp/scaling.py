@@ -1,19 +1,22 @@
-"""Scales that do not come from the tensor they scale: delayed ones from earlier steps, static ones from a calibration.
+"""Scales that are known before the tensor: delayed ones from earlier steps, static ones from a calibration.
 
-A dynamic scale needs the largest magnitude of a tensor before the tensor can be quantised: two reads. A scale known beforehand needs one, and lets the
-quantisation join the kernel that makes the tensor.
+A dynamic scale needs the amax of a tensor before it can be quantized: two reads. A scale known beforehand needs one
+read, and allows quantization to be fused with the kernel that computes the tensor.
 
     delayed    scale = 2^margin * max(last `history` steps' amax) / format.max
-    static     scale = 2^margin * amax seen while calibrating     / format.max          activations only: gradients have no bound
+    static     scale = 2^margin * amax seen while calibrating     / format.max    not for gradients: they have no bound
 
-Within a step a delayed scale does not move. Every call only raises `pending`, the largest magnitude of this step so far; `file_amax` files it. So
-micro-batches share one scale, and a forward pass that activation checkpointing runs again quantises exactly as the first time. Where there is no history yet
-(the first step, or nobody calls `file_amax`), the scale comes from the tensor itself: slower, never wrong. A chain whose plan brought magnitudes has a scale from the first step on; where nobody files
-what it sees, it says so and files it itself every now and then (`chain_scales.UNFILED`).
+Within a step a delayed scale is constant. Every call only raises `pending`, the amax of this step so far; `file_amax`
+files it at the end of the step. So micro-batches share one scale, and activation checkpointing, which runs a forward
+twice, quantizes the same way both times. Without a history (in the first step, or if `file_amax` is never called), the
+scale is computed from the tensor itself, which is slower but safe. A chain whose plan has magnitudes has a scale from
+the first step on; if no optimizer steps, it warns and files magnitudes itself now and then (`chain_scales.UNFILED`).
 
-A tensor with a NaN or an Inf leaves no trace in the history. A value beyond the scale saturates; what that costs is part of the error that `Guard` watches.
+A tensor with a NaN or Inf is ignored in the history. Values beyond the scale saturate, which is part of the error that
+`Guard` monitors.
 
-Scales are kept on each process: they follow the data a rank sees. They are no part of a state_dict; see `loka.placing.scale_state`.
+Every process has its own scales, which follow the data of its rank. They are not part of a state_dict; see
+`loka.placing.scale_state`.
 """
 
 from dataclasses import dataclass
@@ -27,11 +30,11 @@ from loka.kernels.amax_history.plain import given_scale
 
 @dataclass(frozen=True)
 class Scaling:
-    """How delayed scales are made from the magnitudes of earlier steps.
+    """How delayed scales are computed from the magnitudes of earlier steps.
 
     Args:
-        history: steps whose largest magnitude counts.
-        margin: headroom in powers of two: 1 halves the range used and survives a doubling within a step.
+        history: the number of steps whose largest magnitude counts.
+        margin: headroom in powers of two: 1 halves the used range and tolerates a doubling from step to step.
 
     Example:
         >>> LinearOptions(scales="delayed", scaling=Scaling(history=64, margin=1))
@@ -48,7 +51,7 @@ class Scaling:
 
 
 def find_amax(x: Tensor) -> Tensor:
-    """Largest magnitude, float32, in one read; 0 where x is empty or has a NaN or an Inf."""
+    """Return the amax of x in float32, in one read; 0 if x is empty or has a NaN or Inf."""
     x = x.detach()
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -57,31 +60,31 @@ def find_amax(x: Tensor) -> Tensor:
 
 
 def check_mode(spec: Spec, role: str) -> None:
-    """Refuse scales that cannot be remembered: only a tensor's one scale means the same thing in the next batch."""
+    """Raise if scales cannot be remembered: only one scale per tensor has the same meaning in the next batch."""
     if spec.mode != "dynamic" and spec.block != TENSOR:
         raise ValueError(
-            f"{role}: {spec} has a {spec.mode} scale per {spec.block}; rows and blocks of the next batch are other examples, "
-            f"so a {spec.mode} scale is one per tensor; hint: {spec.format}:tensor:{spec.mode}"
+            f"{role}: {spec} has a {spec.mode} scale per {spec.block}; rows and blocks of the next batch are other "
+            f"examples, so a {spec.mode} scale is one per tensor; hint: {spec.format}:tensor:{spec.mode}"
         )
 
 
 class AmaxState:
-    """The magnitudes of one operand over the steps. All tensors live beside the operand; none is a module's buffer.
+    """The magnitudes of one operand over the steps. All tensors are on the operand's device; none is a module's buffer.
 
-    history    the steps' largest magnitudes, newest first
-    largest    of the history; 0: none yet
-    pending    of this step so far; kernels raise it in place
-    scale      2^margin * largest / 448, for kernels that are given an E4M3 scale; the last one stays where a step saw nothing
-    saturated  steps whose largest magnitude did not fit the scale that was in force
-    static     from a calibration
+    history    amax of the last steps, newest first
+    largest    of the history; 0 if there is none yet
+    pending    amax of this step so far; kernels update it in place
+    scale      2^margin * largest / 448, for kernels that take an E4M3 scale; unchanged by a step that saw nothing
+    saturated  number of steps whose amax exceeded the scale in use
+    static     amax of a calibration
     """
 
     _TENSORS = ("history", "largest", "pending", "scale", "saturated", "static")
 
     def __init__(self, scaling: Scaling, device: torch.device, *, floor: float = 0.0) -> None:
-        self.scaling, self.floor = scaling, floor  # floor: a magnitude that every scale reaches, whatever was seen
+        self.scaling, self.floor = scaling, floor  # floor: a lower bound of the magnitude that `scale` is computed from
         self.headroom = 2.0**scaling.margin
-        self.history = torch.zeros(scaling.history, dtype=torch.float32, device=device)  # whatever the default type is
+        self.history = torch.zeros(scaling.history, dtype=torch.float32, device=device)
         for name in self._TENSORS[1:]:
             setattr(self, name, torch.zeros((), dtype=torch.float32, device=device))
         self.scale.fill_(1.0)
@@ -95,43 +98,41 @@ class AmaxState:
     static: Tensor
 
     def observe(self, amax: Tensor) -> None:
-        """Raise this step's largest magnitude."""
+        """Raise this step's amax."""
         self.pending.copy_(torch.maximum(self.pending, amax))
 
     def start_from(self, amax: float) -> None:
-        """Begin with a magnitude that was measured before, so that the first step has a scale."""
+        """Start from a magnitude that was measured before, so that the first step has a scale."""
         self.history.zero_()
         self.history[0] = amax
         self.largest.fill_(amax)
         self.scale.copy_(given_scale(self.largest, self.headroom, self.floor))
 
     def scale_for(self, spec: Spec | None, now: Tensor) -> Tensor | None:
-        """The scale of an operand under a spec; None where the quantiser makes it. `now` is the operand's own amax."""
+        """Return the scale of an operand with amax `now`; None if its scale is dynamic."""
         if spec is not None and spec.mode == "static":
             return scale_from_amax(self.static * self.headroom, spec)
         return delayed_scale(spec, self.largest, now, self.headroom)
 
     def calibrate(self, amax: Tensor) -> None:
-        """Raise the magnitude that static scales are made from."""
+        """Raise the amax that static scales are computed from."""
         self.static.copy_(torch.maximum(self.static, amax))
 
     def to(self, device: torch.device) -> None:
-        """Move everything."""
+        """Move all tensors to a device."""
         for name in self._TENSORS:
             setattr(self, name, getattr(self, name).to(device))
 
     def state(self) -> dict[str, Tensor]:
-        """What must survive a restart; the history newest first."""
+        """Return copies of the tensors to be saved in a checkpoint. A `static` of -1 means not calibrated."""
         return {
             "history": self.history.clone(),
             "pending": self.pending.clone(),
-            "static": self.static.clone()
-            if self.calibrated
-            else torch.full_like(self.static, -1),  # -1: not calibrated
+            "static": self.static.clone() if self.calibrated else torch.full_like(self.static, -1),
         }
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The counterpart. A history of another length is cut, or filled with nothing."""
+        """Restore what `state` returned. A history of another length is truncated or padded with zeros."""
         newest = state["history"].to(self.history)[: len(self.history)]
         self.history.zero_()
         self.history[: len(newest)].copy_(newest)
@@ -143,7 +144,7 @@ class AmaxState:
 
 
 def delayed_scale(spec: Spec | None, largest: Tensor, now: Tensor, headroom: float) -> Tensor | None:
-    """The scale of an operand from its history, or from its own amax (`now`) where there is none; None where the quantiser makes the scale."""
+    """Return a delayed scale, from the history or, if there is none, from the operand's amax `now`; None if dynamic."""
     if spec is None or spec.mode == "dynamic":
         return None
     return scale_from_amax(torch.where(largest > 0, largest, now) * headroom, spec)

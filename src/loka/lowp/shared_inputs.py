@@ -1,11 +1,13 @@
-"""An input that several chains of a serving model read, quantised once.
+"""Quantize an input that several chains of a serving model read only once.
 
-Experts, projections, a gate and what it gates: in recommenders many linears read one tensor. Each chain quantises its input, with the scale that calibration found, which for one tensor is one
-scale. In training a compiler sees that they do the same; in inference it does not, and writes a copy for every reader (six experts that read 8,192 x 1,536 on an H200: 46 us instead of 33).
+In recommenders many linears read one tensor: experts, projections, a gate and what it gates. Each chain quantizes its
+input, with the same calibrated scale. In training a compiler merges these quantizations; in inference it does not, and
+writes a copy per reader (six experts that read 8,192 x 1,536 on an H200: 46 us instead of 33).
 
-So chains that read one tensor share its scale, and the module that holds these chains remembers, while its forward is compiled, the last tensor one of them has quantised. Only the very same tensor is
-taken from there. Which chains read one tensor, and that nothing is written to it between them, an example shows (`noting_inputs`; `convert` runs it): in compiled code not every write can be seen. What is seen there
-to write makes it forget, too. In eager mode nothing is shared.
+So chains that read one tensor share its scale, and while the forward of the module that contains them is compiled, that
+module remembers the last tensor quantized by one of them, and reuses it only for exactly that tensor. An example shows
+which chains read one tensor, and that nothing writes to it in between (`noting_inputs`, run by `convert`), because in
+compiled code not every write is visible; those that are discard the copy as well. In eager mode nothing is shared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +23,11 @@ from loka.lowp.chain import Chain, chains_of
 from loka.nn.mixing import mix, unmix
 from loka.nn.writing import writes
 
-SHARED = "loka_shared_inputs"  # on the module that holds the chains: what they share
+SHARED = "loka_shared_inputs"  # attribute of the module that contains the chains: its SharedInputs
 
 
 class SharedInput:
-    """What chains with one scale have quantised last, while the forward around them is compiled."""
+    """The tensor that chains with a common scale quantized last, while the forward around them is compiled."""
 
     def __init__(self) -> None:
         self.open = False
@@ -33,31 +35,31 @@ class SharedInput:
         self.quantized: QTensor | None = None
 
     def begin(self) -> None:
-        """The forward around the chains begins."""
+        """Start sharing: the forward around the chains begins."""
         self.forget()
         self.open = True
 
     def end(self) -> None:
-        """It is over."""
+        """Stop sharing: the forward is over."""
         self.open = False
         self.forget()
 
     def forget(self) -> None:
-        """What was quantised may not be what it was."""
+        """Discard the quantized tensor, whose source may have changed."""
         self.x = self.quantized = None
 
     def find(self, x: Tensor) -> QTensor | None:
-        """This very tensor quantised, where one of the chains has done it."""
+        """Return the quantized copy of exactly this tensor, if a chain has made one."""
         return self.quantized if self.open and torch.compiler.is_compiling() and self.x is x else None
 
     def keep(self, x: Tensor, quantized: QTensor) -> None:
-        """For the next chain that reads it."""
+        """Keep a quantized tensor for the next chain that reads it."""
         if self.open and torch.compiler.is_compiling():
             self.x, self.quantized = x, quantized
 
 
 class _ForgetWritten(TorchFunctionMode):
-    """Forgets what is shared where something is written in place."""
+    """Discard shared tensors after any in-place write."""
 
     def __init__(self, shared: Sequence[SharedInput]) -> None:
         super().__init__()
@@ -73,10 +75,10 @@ class _ForgetWritten(TorchFunctionMode):
 
 
 class _Sharing(nn.Module):
-    """Mixed in front of the module that holds the chains."""
+    """Mixed in before the class of the module that contains the chains."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Its own."""
+        """Run the module's own forward with sharing, if it is being compiled."""
         if not torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         shared = self.__dict__[SHARED]
@@ -92,13 +94,9 @@ class _Sharing(nn.Module):
 
 @contextmanager
 def noting_inputs(model: nn.Module) -> Iterator[None]:
-    """Run an example in this block, in eager mode: chains that are given the same tensor, unchanged, may share it once the model serves.
+    """Record which chains read the same unchanged tensor, in a block that runs an example in eager mode.
 
-    Args:
-        model: with chains, not wrapped.
-
-    Returns:
-        A context manager.
+    `share_inputs` lets these share it. `model` must be unwrapped.
     """
     chains = [chain for _, chain in chains_of(model)]
     for chain in chains:
@@ -107,7 +105,7 @@ def noting_inputs(model: nn.Module) -> Iterator[None]:
         yield
         seen: list[tuple[Tensor, int]] = []
         for chain in chains:
-            if chain.given is None or len(chain.given) != 1:  # not called, or called more often than once
+            if chain.given is None or len(chain.given) != 1:  # not called, or called more than once
                 continue
             mine = chain.given[0]
             places = [at for at, other in enumerate(seen) if other[0] is mine[0] and other[1] == mine[1]]
@@ -119,10 +117,10 @@ def noting_inputs(model: nn.Module) -> Iterator[None]:
 
 
 def share_inputs(model: nn.Module) -> list[tuple[str, ...]]:
-    """Let chains that read one tensor quantise it once.
+    """Let chains that read one tensor share its quantized copy, in place.
 
     Args:
-        model: with chains, not wrapped; changed in place.
+        model: unwrapped, after `noting_inputs`.
 
     Returns:
         The names of the chains that share, group by group.
@@ -146,21 +144,13 @@ def share_inputs(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def could_share(model: nn.Module) -> bool:
-    """Whether two chains have the same calibrated scale of their inputs, which is to say that they probably read one tensor.
-
-    Args:
-        model: with chains, not wrapped.
-    """
+    """Check whether two chains have the same calibrated input scale, so that they probably read the same tensor."""
     scales = [float(chain.input.largest) for _, chain in chains_of(model) if chain.input is not None]
     return len(set(scales)) < len(scales)
 
 
 def unshare_inputs(model: nn.Module) -> None:
-    """The inverse; scales stay what they are.
-
-    Args:
-        model: as `share_inputs` left it.
-    """
+    """Undo `share_inputs`; scales are not changed."""
     for module in model.modules():
         if module.__dict__.pop(SHARED, None) is not None:
             module.__class__ = unmix(type(module), _Sharing)
@@ -169,7 +159,7 @@ def unshare_inputs(model: nn.Module) -> None:
 
 
 def _holder(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """The innermost module that holds them all and has a forward."""
+    """Return the innermost module that contains all of them and has a forward."""
     common = names[0].split(".")[:-1]
     for name in names[1:]:
         parts = name.split(".")

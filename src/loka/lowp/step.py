@@ -1,11 +1,12 @@
-"""Between two steps: what converted linears do when their weights have just changed.
+"""What converted linears do between two steps, when their weights have changed.
 
-The first conversion registers one hook that runs after any torch optimizer's step. It
+The first conversion registers one hook that runs after the step of any torch optimizer. It
 
-    forgets the quantised weights of Linears that this optimizer owns, and of all others in training mode: master weights belong to no optimizer and are copied back
-    after the step, through `.data`, where no version counter shows it; a weight that did not change is quantised once more than needed. `manual` ones are made
-    anew where the optimizer owns them
-    files the largest magnitudes of the step, for delayed scales, of Linears it owns, and with them of frozen ones in training mode
+    drops the cached quantized weights of Linears that the optimizer owns, and of all others in training mode: weights
+    updated through master copies belong to no optimizer and are written through `.data`, which no version counter
+    shows, so an unchanged weight may be quantized once more than needed. `manual` caches are rebuilt if the optimizer
+    owns them files the step's magnitudes (amax), for delayed scales, of Linears that the optimizer owns and of frozen
+    ones in training mode
 
 Code that updates weights without a torch optimizer calls `loka.refresh(model)`, which does the same.
 """
@@ -30,7 +31,7 @@ _LOCK = threading.Lock()  # a model may be converted while another one trains
 
 
 def follow(linear: "Linear | Chain") -> None:
-    """Have optimizers tell a Linear, or a chain of them, that weights changed."""
+    """Notify a Linear or a chain after every optimizer step."""
     with _LOCK:
         _FOLLOWED.add(linear)
     if not _HOOKS:
@@ -40,21 +41,20 @@ def follow(linear: "Linear | Chain") -> None:
 
 
 def unfollow(linear: "Linear | Chain") -> None:
-    """It is none any more."""
+    """Stop notifying a Linear or a chain."""
     with _LOCK:
         _FOLLOWED.discard(linear)
 
 
 def file_magnitudes(placed: "Iterable[Linear | Chain]") -> None:
-    """End the step of all remembered scales of these."""
+    """File the magnitudes of the step, which updates delayed scales."""
     _file(list(placed))
 
 
 def end_step(placed: "Iterable[Linear | Chain]") -> None:
-    """Do what an optimizer's step brings about, without one: weights are quantised anew in the next forward, magnitudes are filed. For steps that are timed and train nothing.
+    """Do what an optimizer's step causes, without one, for steps that are timed and train nothing.
 
-    Args:
-        placed: the linears and chains of a model.
+    Weights are quantized anew in the next forward, and magnitudes are filed.
     """
     placed = list(placed)
     for one in placed:
@@ -91,5 +91,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             trained |= learns
             if not learns:
                 frozen.append(one)
-    # of several optimizers (dense and sparse) one that owns linears ends the step of the frozen ones too; where all linears are frozen, any
+    # Of several optimizers (dense and sparse), one that owns linears also ends the step of the frozen ones. If all
+    # linears are frozen, any optimizer does.
     _file([*ended, *(frozen if ended or not trained else [])])

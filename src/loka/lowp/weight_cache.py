@@ -1,33 +1,40 @@
-"""Quantised weights, and their transposes, made once and used until the weight changes.
+"""Cache quantized weights and their transposes until the weight changes.
 
     q   = quantize(W)      [N, K]   for fprop
     q_t = quantize(W^T)    [K, N]   for dgrad, from the same read of W
 
-Each is kept as the backend of its GEMM reads it (`loka.kernels.prepared`): what a library wants padded or reordered is so once per step, not once per call.
+Each is stored as the backend of its GEMM reads it (`loka.kernels.prepared`), so that padding or reordering for a
+library happens once per step, not once per call.
 
-A cached weight must never be stale. What it was made from is written into `stamp`, one integer that is kept, copied and restored together with the data; the
-integer names an entry that holds the weight object, its storage, where and how it lies in it, and its version counter, and the cache is used only while all are the
-same. Every in-place operation moves the counter (an optimizer step, load_state_dict, `weight.mul_`); replacing the parameter or its memory changes the others.
+A cached weight must never be stale. Its `stamp`, one integer that is stored, copied and restored together with the
+data, identifies an entry with the weight object, its storage, its place in it and its version counter. The cache is
+used only while all of these are unchanged. Every in-place operation moves the counter (an optimizer step,
+load_state_dict, `weight.mul_`); replacing the parameter or its memory changes the others.
 
-Under torch.compile the question is asked by `loka::refresh_weight`, an opaque op that looks at the live weight every time it runs: no guard, no recompilation, no
-graph break. The stamp is an operand the op mutates, so copies that the compiler makes of the buffers carry their own.
+Under torch.compile the check is made by `loka::refresh_weight`, an opaque op that inspects the live weight whenever it
+runs: no guard, no recompilation, no graph break. The op mutates the stamp, so copies that the compiler makes of the
+buffers have their own.
 
-What the version counter cannot show, and what is done about it:
+What the version counter does not show, and how it is handled:
 
-    CUDA graphs       a replay asks nothing. While a graph is captured in training mode the weight is always quantised, inside the graph; in eval mode
-                      the cache is used as it is, and `loka.refresh` rewrites it in place for the graph to see
-    FSDP2             the all-gathered parameter keeps its counter on purpose. It arrives by assignment, and a Linear whose weight is assigned drops its cache
-    hidden writes     to `weight.data` or a NumPy view of it; to a flat tensor that parameters are views of; by a collective (`dist.broadcast(weight)`,
-                      `dist.all_reduce`, also of `weight.detach()`: they move no counter); to shared memory by another process. After any optimizer's step, and after a
-                      change of train / eval mode, the weight of every Linear that trains is taken for changed: an optimizer that writes through `.data`, and master
-                      weights copied back after the step, need nothing else. After any other such write call `loka.refresh(model)`; where nobody does, a
-                      witness of the weight notices on one of the next calls (`loka.lowp.witness`), warns once, and the weight is quantised in every forward from then on
+    CUDA graphs       a replay checks nothing. A graph captured in training mode always quantizes the weight, inside the
+                      graph; one captured in eval mode uses the cache, which `loka.refresh` updates in place
+    FSDP2             deliberately preserves the counter of the all-gathered parameter. It is assigned, and a Linear
+                      whose weight is assigned drops its cache
+    hidden writes     to `weight.data` or a NumPy view of it; to a flat tensor that parameters are views of; by a
+                      collective (`dist.broadcast(weight)`, `dist.all_reduce`, also of `weight.detach()`); to shared
+                      memory by another process. After any optimizer step, and after a change of train / eval mode, the
+                      weight of every Linear in training mode is treated as changed, which covers optimizers that write
+                      through `.data` and master weights copied back after the step. After any other such write call
+                      `loka.refresh(model)`. Otherwise a witness (`loka.lowp.witness`) notices in one of the next calls
+                      and warns once, and the weight is quantized in every forward from then on
 
-Backward reads what forward used. Whatever makes the cache anew without the weight itself being changed in place (an evaluation or a step of another optimizer between
-forward and backward, functional_call) therefore fills new buffers and leaves the old ones to the backward that still wants them; a change in place overwrites them,
-and autograd then refuses that backward, as it does for nn.Linear. Only buffers that a CUDA graph was captured with keep their addresses for good.
+Backward reads what forward used. If the cache is rebuilt without an in-place change of the weight (an evaluation or a
+step of another optimizer between forward and backward, functional_call), it uses new buffers and leaves the old ones to
+that backward; an in-place change overwrites them, and autograd then rejects that backward, as it does for nn.Linear.
+Only buffers that a captured CUDA graph reads always keep their addresses.
 
-In doubt the weight is quantised again.
+When in doubt, the weight is quantized again.
 """
 
 import ctypes
@@ -47,31 +54,32 @@ from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import GemmWay, prepare
 from loka.lowp.witness import Witness, warn_stale
 
-# step: when the weight has changed. fresh: in every forward. manual: by loka.refresh and the optimizer hook alone; a stale use raises.
+# step: when the weight has changed. fresh: in every forward. manual: only by loka.refresh and the optimizer hook;
+# using a stale weight raises.
 WeightPolicy = Literal["step", "fresh", "manual"]
 POLICIES: tuple[str, ...] = get_args(WeightPolicy)
-Buffers = list[Tensor | None]  # data, scales, scales as laid out: of the weight, then of its transpose
+Buffers = list[Tensor | None]  # data, scales and laid-out scales of the weight, then of its transpose
 _BUFFERS = ("data", "scale", "laid", "data_t", "scale_t", "laid_t")
-KEPT_FOR_LONG = 32  # uses in training without a step: no optimizer of torch's trains this weight
+KEPT_FOR_LONG = 32  # uses in training without a step: apparently no torch optimizer trains this weight
 
 
 class StaleWeightError(RuntimeError):
-    """A weight changed after it was quantised, and nothing allowed to quantise it again."""
+    """A weight with the policy `manual` changed after it was quantized."""
 
 
 @dataclass
 class _Made:
-    """What a cached weight was made from."""
+    """What a cached weight was computed from."""
 
     weight: weakref.ReferenceType[Tensor]
-    storage: StorageWeakRef  # keeps the storage's address from being given to another one
+    storage: StorageWeakRef  # prevents the storage's address from being reused
     place: tuple[Any, ...]
     version: int
-    witness: Witness | None = None  # None while every step makes it anew: such a weight is not kept for long
+    witness: Witness | None = None  # None while every step rebuilds the cache: such a weight is not kept for long
     uses: int = 0
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether it was made from this tensor in this memory, whatever it holds now."""
+        """Check whether it was computed from this tensor in this memory, whatever its values are now."""
         if self.weight() is not weight or weight.is_inference():
             return False
         same_storage: bool = self.storage.cdata == weight.untyped_storage()._cdata
@@ -87,9 +95,9 @@ class _Made:
 
 _MADE: dict[int, _Made] = {}
 _CAPTURED: set[int] = set()  # ids of weights whose buffers a CUDA graph reads
-# By id as well, and not by weak reference: torch swaps no tensor that somebody holds one to
-_SITES: dict[int, str] = {}  # names, for whoever must name a weight: layers that share compiled code share no name
-_UNSEEN: set[int] = set()  # weights that were changed unseen: quantised in every forward
+# also by id, because torch cannot swap a tensor that has weak references
+_SITES: dict[int, str] = {}  # names for messages; not an argument of the op, since layers share compiled code
+_UNSEEN: set[int] = set()  # weights that were changed unseen, which are quantized in every forward
 _SERIAL = count(1)
 
 
@@ -98,7 +106,7 @@ def _storage_of(weight: Tensor) -> StorageWeakRef:
 
 
 def _place_of(weight: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in its storage, and how."""
+    """Return the position and layout of a tensor in its storage."""
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
 
 
@@ -108,7 +116,10 @@ def _is_current(weight: Tensor, stamp: Tensor) -> bool:
 
 
 def _was_changed_unseen(weight: Tensor, stamp: Tensor, *, manual: bool) -> bool:
-    """Whether a weight that seems current is not. Says so once; where nobody watches over it, it is never current again until it is refreshed by hand."""
+    """Check whether a weight that seems current has changed unseen.
+
+    Unless the policy is `manual`, warn once, and treat it as never current again until `loka.refresh`.
+    """
     made = _MADE.get(int(stamp))
     if made is None or _is_capturing(weight) or not _is_current(weight, stamp) or made.still_holds(weight):
         return False
@@ -128,19 +139,22 @@ def _forget(stamp: Tensor) -> None:
 
 
 def _twin(buffer: Tensor | None) -> Tensor | None:
-    """An empty one with the strides of what may be a slice: kernels and compiled code count on them."""
+    """Return an empty tensor with the same strides, also for a slice: kernels and compiled code rely on them."""
     if buffer is None:
         return None
     return torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device)
 
 
 def _drop(cell: list[Tensor]) -> None:
-    """Forget a cache that is gone. It may end anywhere, a FakeTensorMode included: its stamp is read without a torch operation."""
+    """Drop the entry of a cache that was freed.
+
+    This may happen anywhere, even in a FakeTensorMode, so the stamp is read without a torch operation.
+    """
     _MADE.pop(ctypes.c_int64.from_address(cell[0].data_ptr()).value, None)
 
 
 def _set_stamp(weight: Tensor, stamp: Tensor, *, kept: bool) -> None:
-    """`kept`: it is to stay for longer than a step."""
+    """Record what the cache was computed from. `kept` caches stay for longer than a step and get a witness."""
     _forget(stamp)
     if weight.is_inference():  # such tensors have no version counter: never current
         return
@@ -153,7 +167,7 @@ def _set_stamp(weight: Tensor, stamp: Tensor, *, kept: bool) -> None:
 def quantize_weight(
     weight: Tensor, spec: Spec | None, transpose: Spec | None, quantizer: str
 ) -> tuple[QTensor | None, QTensor | None]:
-    """W and W^T as asked for, from one read where the quantiser can."""
+    """Quantize W and W^T, each if it has a spec, in one read if the quantizer can."""
     weight = weight.detach()
     if spec is not None and transpose is not None:
         return quantize_both(weight, spec, transpose, backend=quantizer)
@@ -165,7 +179,7 @@ def quantize_weight(
 def _refresh(
     weight: Tensor, buffers: Buffers, stamp: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str, manual: bool, training: bool, changed: bool
 ) -> None:  # fmt: skip
-    """Bring the buffers up to date, or leave them where they are; `changed`: they are not, whatever the counters say."""
+    """Update the buffers if they are stale; `changed` means they are, whatever the version counter says."""
     capturing = _is_capturing(weight)
     if capturing:
         _CAPTURED.add(id(weight))
@@ -173,7 +187,8 @@ def _refresh(
         return
     if manual and not capturing:
         raise StaleWeightError(
-            "the weight changed after it was quantised; hint: loka.refresh(model) after changing weights by hand, or weights='step'"
+            "the weight changed after it was quantized; "
+            "hint: loka.refresh(model) after changing weights by hand, or weights='step'"
         )
     if manual:
         return
@@ -183,7 +198,7 @@ def _refresh(
 def _make(
     weight: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str
 ) -> tuple[QTensor | None, QTensor | None]:
-    """W and W^T, quantised and laid out for the GEMMs that read them."""
+    """Return W and W^T, quantized and laid out for the GEMMs that read them."""
     q, q_t = quantize_weight(weight, None if form is None else form.b, None if form_t is None else form_t.b, quantizer)
     return (
         None if q is None or form is None else prepare(q, form.a, backend=form.backend),
@@ -215,7 +230,7 @@ def refresh_weight(
     weight: Tensor, data: Tensor | None, scale: Tensor | None, laid: Tensor | None, data_t: Tensor | None, scale_t: Tensor | None,
     laid_t: Tensor | None, stamp: Tensor, form: str, form_t: str, quantizer: str, manual: bool, training: bool,
 ) -> None:  # fmt: skip
-    """`_refresh` for compiled code."""
+    """Run `_refresh` in compiled code."""
     buffers = [data, scale, laid, data_t, scale_t, laid_t]
     changed = _was_changed_unseen(weight, stamp, manual=manual)
     _refresh(weight, buffers, stamp, _parse(form), _parse(form_t), quantizer, manual, training, changed)
@@ -227,7 +242,10 @@ def _(weight, data, scale, laid, data_t, scale_t, laid_t, stamp, form, form_t, q
 
 
 class WeightCache:
-    """The forms of one weight in buffers: as the forward GEMM wants it, and transposed as the backward one does; None for what nobody asked for. `laid` are scales laid out apart from `scale`, where a backend wants them."""
+    """The buffers of one quantized weight: `data` for fprop, `data_t` transposed for dgrad; None if not needed.
+
+    `laid` has the scales in a backend's own layout, if it needs one besides `scale`.
+    """
 
     def __init__(
         self,
@@ -250,12 +268,12 @@ class WeightCache:
             self.data, self.scale, self.laid = _tensors(q)
             self.data_t, self.scale_t, self.laid_t = _tensors(q_t)
             self.layouts = (layout_of(q), layout_of(q_t))
-            _set_stamp(weight, self.stamp, kept=True)  # between a conversion and the first step weights are loaded
+            _set_stamp(weight, self.stamp, kept=True)  # weights may be loaded between conversion and the first step
         self.cell = [self.stamp]
         weakref.finalize(self, _drop, self.cell).atexit = False
 
     def get(self, weight: Tensor, *, training: bool) -> tuple[QTensor | None, QTensor | None]:
-        """The forms of `weight` as it is now."""
+        """Return the current weight and its transpose, quantized."""
         if torch.compiler.is_compiling():
             refresh_weight(
                 weight, self.data, self.scale, self.laid, self.data_t, self.scale_t, self.laid_t, self.stamp, *self.spelled,
@@ -265,8 +283,8 @@ class WeightCache:
         made = None if self.manual else _MADE.get(int(self.stamp))
         changed = _was_changed_unseen(weight, self.stamp, manual=self.manual)
         if made is not None and (not made.is_of(weight) or id(weight) in _UNSEEN):
-            self.renew()  # another tensor, or other values that no counter shows: the last one's backward may be to come
-        now = vars(self).copy()  # one look: an optimizer in another thread may renew the buffers meanwhile
+            self.renew()  # another tensor, or values changed unseen: the old buffers may still be needed by a backward
+        now = vars(self).copy()  # a consistent snapshot: an optimizer in another thread may renew the buffers meanwhile
         buffers: Buffers = [now[name] for name in _BUFFERS]
         _refresh(weight, buffers, now["stamp"], self.form, self.form_t, self.quantizer, self.manual, training, changed)
         return self._assemble(weight, buffers)
@@ -281,27 +299,30 @@ class WeightCache:
         return q, q_t
 
     def rewrite(self, weight: Tensor, *, kept: bool = True) -> None:
-        """Quantise now, whatever the stamp says; where a CUDA graph looks, in place. Whoever says so watches over the weight."""
+        """Quantize now, whatever the stamp says; in place if a CUDA graph reads the buffers.
+
+        The caller takes responsibility for the weight, so it counts as current again.
+        """
         _UNSEEN.discard(id(weight))
         self.renew()
         with torch.inference_mode(False):
             _write(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, kept=kept)
 
     def invalidate(self) -> None:
-        """Forget what this was made from; the next forward fills the same buffers."""
+        """Mark the cache as stale; the next forward fills the same buffers."""
         _forget(self.stamp)
 
     def renew(self) -> None:
-        """Forget what this was made from; the next forward fills new buffers, and the old ones stay what they are for a backward that has kept them."""
+        """Mark the cache as stale; the next forward fills new buffers and leaves the old ones to a pending backward."""
         stamp = self.stamp
         if not int(stamp):
-            return  # nothing was made since the last time, or a change in place has ended what was
+            return  # nothing was quantized since the last time, or an in-place change invalidated it
         if self.weight_id not in _CAPTURED:
             with torch.inference_mode(False):
                 fresh: dict[str, Tensor | None] = {name: _twin(getattr(self, name)) for name in _BUFFERS}
                 fresh["stamp"] = torch.zeros_like(stamp)
-            replaced = vars(self).copy()  # freeing a tensor lets other threads run: the old ones outlive the update
-            vars(self).update(fresh)  # at once: a forward in another thread sees all of them or none
+            replaced = vars(self).copy()  # freeing a tensor lets other threads run, so the old ones outlive the update
+            vars(self).update(fresh)  # atomically: a forward in another thread sees all of them or none
             self.cell[0] = self.stamp
             del replaced
         _forget(stamp)
@@ -311,5 +332,5 @@ class WeightCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """The bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers() if buffer is not None)

@@ -1,13 +1,15 @@
-"""Notice that a weight was changed where no version counter shows it.
+"""Detect that a weight was changed without moving its version counter.
 
-`weight.data.copy_(...)` (the usual EMA snippet, many loaders, training loops without an optimizer), NumPy views and collectives move no counter, so whoever keeps a quantised weight
-cannot ask. A witness keeps a little of what the weight held and compares bits, on some of the calls:
+`weight.data.copy_(...)` (the usual EMA snippet, many loaders, training loops without an optimizer), NumPy views and
+collectives do not move the counter. A witness keeps a little of the weight's contents and compares bits in some calls:
 
-    few     a lattice of at most 8 x 8 elements: sees what writes all of a weight, for a copy of 64 elements
-    sums    of the bits of every row and every column, as integers: exact in any order, sees any write but one that keeps them all, for two reads of the weight
+    few     a lattice of at most 8 x 8 elements: detects writes to the whole weight, for a copy of 64 elements
+    sums    of the bits of every row and column, as integers, so exact in any order: detects any write that does not
+            preserve all of them, for two reads of the weight
 
-On the CPU the few are compared in every call. On a GPU a comparison waits for the device, so it is made in the first calls and then in one of 64. The sums are compared in one of
-64 calls on the CPU and one of 1,024 on a GPU. A captured CUDA graph asks nothing.
+On the CPU the few are compared in every call. On a GPU a comparison synchronizes with the device, so it is made in the
+first calls and then in one of 64. The sums are compared in one of 64 calls on the CPU and one of 1,024 on a GPU. A
+captured CUDA graph compares nothing.
 """
 
 import warnings
@@ -16,21 +18,21 @@ import torch
 from torch import Tensor
 
 LATTICE = 8  # sampled rows and columns
-FEW_EVERY = {"cpu": 1}  # calls from one comparison of the few to the next, by device
+FEW_EVERY = {"cpu": 1}  # compare once in so many calls, by device
 SUMS_EVERY = {"cpu": 64}
 FEW_ELSEWHERE, SUMS_ELSEWHERE = 64, 1024
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StaleWeightWarning(UserWarning):
-    """A weight was changed through `.data`, or otherwise unseen, after it was quantised."""
+    """A weight was changed through `.data`, or otherwise unseen, after it was quantized."""
 
 
 class Witness:
-    """What a weight held when it was quantised.
+    """A fingerprint of a weight at the time it was quantized.
 
     Args:
-        weight: [N, K], as it was read.
+        weight: [N, K].
 
     Example:
         >>> witness = Witness(layer.weight)
@@ -47,8 +49,11 @@ class Witness:
         self._place, self._calls = (weight.device, weight.dtype), 0
 
     def agrees(self, weight: Tensor) -> bool:
-        """Whether the weight still is what it was, as far as this call looks. Never asked while a graph is captured or traced."""
-        if (weight.device, weight.dtype) != self._place:  # moved or cast, which modules are told of
+        """Check whether the weight is unchanged, as far as this call compares it.
+
+        Must not be called while a graph is captured or traced.
+        """
+        if (weight.device, weight.dtype) != self._place:  # moved or cast, which modules handle in `_apply`
             self._take(weight)
         self._calls += 1
         kind = weight.device.type
@@ -78,10 +83,12 @@ def _sums(weight: Tensor) -> Tensor:
 
 
 def warn_stale(site: str) -> None:
-    """Say that a site ran on an old weight, and what happens from now on."""
+    """Warn that a site ran on an old weight, and say what happens from now on."""
     warnings.warn(
-        f"{site or 'a converted linear'}: the weight was changed after it was quantised, by a write that nothing announces (`.data`, a NumPy view, a collective; any write to a frozen chain). "
-        "Calls since then may have used the old one. From now on it is quantised in every forward; hint: loka.refresh(model) after such a change keeps it quantised once",
+        f"{site or 'a converted linear'}: the weight was changed after it was quantized, by a write that moves no "
+        "version counter (`.data`, a NumPy view, a collective) or any write to a frozen chain. Calls since then may "
+        "have used the old weight. From now on it is quantized in every forward; "
+        "hint: call loka.refresh(model) after such a change to keep it quantized once",
         StaleWeightWarning,
         stacklevel=2,
     )

@@ -1,4 +1,5 @@
-"""Recommendation models, one file per paper: single device, high precision, every heavy product a named child module."""
+"""models: recommendation models, one file per paper. They run in high precision on one device, and every heavy product
+is a module of its own."""
 
 from loka.models.cost import count
 from loka.models.ranker import Core, Ranker

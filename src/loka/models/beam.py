@@ -1,12 +1,12 @@
 """Beam search over semantic ids: the most probable ids of a OneRec model, optionally only valid ones.
 
-    score(c_1 ... c_p) = sum_i log softmax(logits_i)[c_i];    per level the `beams` best continuations of all beams survive
+    score(c_1 ... c_p) = sum_i log softmax(logits_i)[c_i];    each level keeps the `beams` best continuations
 
-With `valid`, continuations that lead to no item are removed before they compete: their score is -inf, and a request with fewer valid ids than
-beams ends with beams of score -inf and item -1. Shapes depend on sizes only, never on data. The softmax runs over the whole codebook, or with
-normalize="valid" over the codes that may follow, as a model expects whose loss saw valid codes only.
+With `valid`, continuations that lead to no item get a score of -inf before the best are chosen. A request with fewer
+valid ids than beams ends with beams of score -inf and item -1. Shapes never depend on data. The softmax is over the
+whole codebook, or with normalize="valid" over the valid codes, for models trained with a loss over valid codes.
 
-This is the plain search, written to be checked against; it keeps log-probabilities in float32 and sorts with torch.topk.
+This is the reference implementation: it keeps log-probabilities in float32 and uses torch.topk.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ from loka.models.onerec import Context, OneRec, Past, reorder
 
 
 class ValidIds(Protocol):
-    """The trie of valid ids, as `loka.semantic_ids.Trie` has it; node 0 is the root, -1 no valid prefix."""
+    """The interface of `loka.semantic_ids.Trie`, a trie of valid ids. Node 0 is the root, -1 an invalid prefix."""
 
     def step(self, nodes: Tensor, codes: Tensor) -> Tensor:
-        """The node that each node reaches by each code, -1 where there is none."""
+        """Return the child of each node for each code, or -1."""
         ...
 
     def mask(self, nodes: Tensor, level: int) -> Tensor:
-        """Which codes of the level may follow, [..., codebook]."""
+        """Return which codes of the level may follow, [..., codebook]."""
         ...
 
     def items(self, nodes: Tensor) -> Tensor:
-        """The item of each leaf, -1 for other nodes."""
+        """Return the item of each leaf, -1 for other nodes."""
         ...
 
 
 @dataclass(frozen=True)
 class Beams:
-    """Ids and log-probabilities, best first; items where valid ids were given."""
+    """Ids and log-probabilities, best first, and their items if valid ids were given."""
 
     codes: Tensor  # int64 [B, W, levels]
     scores: Tensor  # float32 [B, W]
@@ -52,7 +52,7 @@ def search(
     valid: ValidIds | None = None,
     normalize: Literal["codebook", "valid"] = "codebook",
 ) -> Beams:
-    """The `beams` most probable ids of every request (fewer where there are not so many)."""
+    """Return the `beams` most probable ids of every request, or fewer if there are fewer ids."""
     if beams < 1:
         raise ValueError(f"beam search needs at least one beam, got {beams}")
     if normalize not in ("codebook", "valid") or (normalize == "valid" and valid is None):
@@ -68,7 +68,7 @@ def search(
         logits, carried = model.step(context, codes, past)
         allowed = None if valid is None else valid.mask(nodes, level)
         if allowed is not None and normalize == "valid":
-            # Not -inf: a dead beam has no valid code, and a softmax over nothing is NaN.
+            # not -inf: a dead beam has no valid code, and a softmax over -inf alone is NaN
             logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
         total = scores[..., None] + logits.log_softmax(-1)
         if allowed is not None:

@@ -1,10 +1,10 @@
-"""What a model costs: parameters, active parameters and forward FLOPs per example, computed without allocating it.
+"""Count a model's parameters, active parameters and forward FLOPs per example, without allocating it.
 
-The model is built on the meta device (shapes, no storage) and run there on one example under torch's FLOP counter, so the number comes from the
-products the model really issues: 2 x multiply-adds of every matrix product; element-wise work, norms and table lookups count as zero.
+The model is built on the meta device and run there on one example under torch's FLOP counter: 2 x multiply-adds of
+every matrix product it runs; element-wise operations, norms and table lookups count as zero.
 
-Active parameters are those one example multiplies with: embedding tables are excluded, and a family that leaves more of itself idle (a mixture
-of experts) says so by its own `active_parameters()`.
+Active parameters are those that one example is multiplied with. Embedding tables are excluded, and a family with more
+idle parameters (a mixture of experts) defines its own `active_parameters()`.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from loka.models.ranker import Ranker
 
 @dataclass(frozen=True)
 class Cost:
-    """Size and work of a model; flops_forward is for one example (a sequence model: one sequence of its greatest length)."""
+    """The cost of a model; `flops_forward` is for one example, for a sequence model one sequence of maximum length."""
 
     parameters: int
     active_parameters: int
@@ -27,10 +27,10 @@ class Cost:
 
 
 def count(model: Any) -> Cost:
-    """The cost of a model, or of the model a config describes, computed without allocating it.
+    """Return the cost of a model without allocating it.
 
     Args:
-        model: either.
+        model: a model, or the config of one.
 
     Returns:
         Parameters, active parameters and forward FLOPs per example.
@@ -44,8 +44,8 @@ def count(model: Any) -> Cost:
     from loka.models.registry import build
 
     with torch.device("meta"):
-        ghost = build(config)
-    return Cost(_size(ghost), _active(ghost), _flops(ghost))
+        on_meta = build(config)
+    return Cost(_size(on_meta), _active(on_meta), _flops(on_meta))
 
 
 def _count_ranker(model: Ranker) -> Cost:
@@ -67,9 +67,9 @@ def _active(model: nn.Module) -> int:
     return _size(model) - sum(tables.values())
 
 
-def _flops(ghost: nn.Module) -> int:
-    inputs = ghost.example_inputs()  # type: ignore[operator]
+def _flops(model: nn.Module) -> int:
+    inputs = model.example_inputs()  # type: ignore[operator]
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        ghost.requires_grad_(False).eval()(*inputs)
+        model.requires_grad_(False).eval()(*inputs)
     return int(counter.get_total_flops())

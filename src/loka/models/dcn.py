@@ -1,4 +1,4 @@
-"""DCNv2: explicit crosses of bounded degree beside or below a deep tower (Wang et al., "DCN V2", 2021).
+"""DCNv2: explicit feature crosses in parallel to a deep tower or below it (Wang et al., "DCN V2", 2021).
 
     x_{l+1} = x_0 * (W_l x_l + b_l) + x_l          x_0 = flatten(X), * element by element
     low rank:  W_l = U_l V_l^T with U, V of `rank` columns
@@ -54,7 +54,7 @@ class DCNv2Config(CoreConfig):
     structure: Literal["stacked", "parallel"] = "stacked"
 
     def __post_init__(self) -> None:
-        """The structure is one of two, and a rank compresses."""
+        """Validate the config."""
         super().__post_init__()
         if self.structure not in ("stacked", "parallel"):
             raise ValueError(f"DCNv2Config.structure is {self.structure!r}; expected 'stacked' or 'parallel'")

@@ -1,9 +1,11 @@
-"""DHEN: layers that ensemble several kinds of interaction (Zhang et al., "DHEN: A Deep and Hierarchical Ensemble Network", 2022).
+"""DHEN: layers that ensemble several kinds of interaction.
+
+Zhang et al., "DHEN: A Deep and Hierarchical Ensemble Network", 2022.
 
     X_{l+1} = Norm(Ensemble_i Interaction_i(X_l) + ShortCut(X_l))
 
-Every interaction maps [B, n, d] to [B, m, d]; the ensemble concatenates them (m vectors per interaction) or sums them. The shortcut is the
-identity, or W X where the counts differ.
+Every interaction maps [B, n, d] to [B, m, d]; the ensemble concatenates or sums their outputs. The shortcut is the
+identity, or W X if the numbers of vectors differ.
 
     dot        all pairwise dots, then a linear to m vectors
     cross      one DCNv2 cross of the flattened vectors, then a linear to m vectors
@@ -85,7 +87,7 @@ class DHENConfig(CoreConfig):
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """Known interactions, at least one."""
+        """Validate the config."""
         super().__post_init__()
         unknown = [kind for kind in self.interactions if kind not in _KINDS]
         if unknown or not self.interactions:
@@ -95,12 +97,12 @@ class DHENConfig(CoreConfig):
 
     @property
     def width(self) -> int:
-        """Vectors that leave a layer."""
+        """Number of output vectors of a layer."""
         return self.m * (len(self.interactions) if self.ensemble == "concat" else 1)
 
 
 def make_interaction(kind: Interaction, n: int, config: DHENConfig) -> nn.Module:
-    """The module of one interaction: [B, n, d] -> [B, m, d]."""
+    """Return the module of one interaction: [B, n, d] -> [B, m, d]."""
     d, m, style = config.d, config.m, config.style
     if kind == "dot":
         return DotEnsemble(n, d, m, style)
@@ -124,9 +126,9 @@ class DHENLayer(nn.Module):
         self.norm = make_norm(config.style.norm, config.d, bias=config.style.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer of the ensemble."""
+        """Run one layer."""
         parts = [interaction(x) for interaction in self.interactions.values()]
-        # A running sum and not stack(...).sum(0): the stack would be written to memory only to be read again.
+        # a running sum and not stack(...).sum(0), which would write the stack to memory and read it again
         ensemble = torch.cat(parts, 1) if self.concat else reduce(torch.add, parts)
         out: Tensor = self.norm(ensemble + self.shortcut(x))
         return out

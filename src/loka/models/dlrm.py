@@ -2,8 +2,9 @@
 
     logits = top([x_dense || <x_i, x_j> for i > j])
 
-The bottom MLP of the paper, which turns the dense features into one vector, is Ranker's dense projection: it comes first in x. `dense_vectors`
-says how many leading vectors are passed to the top MLP beside the dots; 0 for data without dense features.
+The bottom MLP of the paper, which maps the dense features to one vector, is Ranker's dense projection; its vectors come
+first in x. `dense_vectors` is the number of leading vectors that the top MLP gets in addition to the dot products; 0
+for data without dense features.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMConfig(CoreConfig):
-    """top: hidden widths of the top MLP; dense_vectors: leading vectors of x that the top MLP sees as they are."""
+    """top: hidden widths of the top MLP; dense_vectors: leading vectors of x that the top MLP reads directly."""
 
     dense_vectors: int = 1
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """At least two vectors make a pair, and the dense ones are among them."""
+        """Validate the config."""
         check_positive(self, except_for=("dense_vectors",))
         if self.n < 2:
             raise ValueError(f"DLRMConfig.n is {self.n}; pairwise dots need at least two feature vectors")
@@ -49,11 +50,11 @@ class DLRM(Core):
 
     @classmethod
     def fit(cls, schema: "Schema", *, dense_vectors: int) -> dict[str, Any]:
-        """The dense vectors of Ranker are the ones passed through."""
+        """Return the number of dense vectors, which are those of Ranker."""
         return {"dense_vectors": dense_vectors if schema.dense else 0}
 
     def represent(self, x: Tensor) -> Tensor:
-        """[x_dense || dots]."""
+        """Return [x_dense || dots]."""
         return torch.cat([x[:, : self.config.dense_vectors].flatten(1), self.dots(x)], 1)
 
 

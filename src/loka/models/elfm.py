@@ -2,8 +2,9 @@
 
     logits = head([flatten(DHEN layers(X)) || MLP(dots(X)) || MLP(cross(flatten(X)))])
 
-Only the ingredients and the work per example (40 GFLOP) are published. How they are put together here, three branches that read the same
-vectors and meet in one over-arch tower, is ours; "large" is sized so that forward and backward cost about that much.
+Only the ingredients and the work per example (40 GFLOP) are published. The combination here, three branches that read
+the same vectors and are joined by one over-arch tower, is ours; "large" is sized so that forward and backward cost
+about that much.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from loka.nn import MLP, DotInteraction, make_head
 
 @dataclass(frozen=True, kw_only=True)
 class ELFMConfig(CoreConfig):
-    """dhen: the DHEN branch (its n, d, labels and style are taken from here); dots and cross: hidden widths of those branches."""
+    """dhen: the DHEN branch (its n, d, labels and style are replaced); dots, cross: hidden widths of the other two."""
 
     dhen: DHENConfig = field(default_factory=DHENConfig)
     dots: tuple[int, ...] = (64,)
@@ -29,7 +30,7 @@ class ELFMConfig(CoreConfig):
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """Every branch ends in a tower."""
+        """Validate the config."""
         super().__post_init__()
         if not self.dots or not self.cross:
             raise ValueError(f"ELFMConfig needs a width for both branches, got dots={self.dots} and cross={self.cross}")
@@ -55,7 +56,7 @@ class ELFM(Core):
         self.head = make_head(width, config.top, config.labels, style)
 
     def represent(self, x: Tensor) -> Tensor:
-        """The three branches side by side."""
+        """Return the concatenated outputs of the three branches."""
         deep = x
         for layer in self.dhen:
             deep = layer(deep)

@@ -1,15 +1,18 @@
-"""HSTU: a sequence model with pointwise attention over ragged histories (Zhai et al., "Actions Speak Louder than Words", 2024).
+"""HSTU: a sequence model with pointwise attention over ragged histories.
+
+Zhai et al., "Actions Speak Louder than Words", 2024.
 
     U, V, Q, K = split(SiLU(f1(Norm(X))))
-    A V        = (1 / n) sum_{j <= i} SiLU(<Q_i, K_j> + rab_ij) V_j           no softmax; rab = position + log-bucketed time bias
+    A V        = (1 / n) sum_{j <= i} SiLU(<Q_i, K_j> + rab_ij) V_j
     Y          = X + f2(Norm(A V) * U)
 
-Rows are never padded: X is [total, d] over all positions of the batch, so the linears see only real items. The time bias compares the moment
-of the request (the next event's time, known when the request arrives; at the end of a row the last event's own) with the time of each past event.
-n is the model's greatest length, as in the published code: a row's own length would tell early positions how much is still to come.
+There is no softmax; rab = position + log-bucketed time bias. Rows are never padded: X is [total, d] over all positions
+of the batch. The time bias depends on the difference between the time of the request (the next event's time, known when
+the request arrives; at the end of a row the last event's own) and the time of each past event. n is the model's maximum
+length, as in the published code: a row's own length would leak to early positions how much is to come.
 
-Scores of all items are products with the item table itself, by default cosines over a temperature, as in the published experiments.
-Item 0 is padding and never a target.
+Scores of all items are products with the item table, by default cosines over a temperature, as in the published
+experiments. Item 0 is padding and never a target.
 """
 
 from dataclasses import dataclass
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HSTUConfig:
-    """items: rows of the item table, padding included; d_qk and d_v: widths per head; attention: which backend runs it."""
+    """items: rows of the item table, padding included; d_qk, d_v: widths per head; attention: the backend."""
 
     items: int = 100
     d: int = 16
@@ -48,7 +51,7 @@ class HSTUConfig:
     style: Style = PLAIN
 
     def __post_init__(self) -> None:
-        """Positive sizes, a known backend, room for one real item."""
+        """Validate the config."""
         check_positive(self)
         if self.items < 2:
             raise ValueError(f"HSTUConfig.items is {self.items}; item 0 is padding, so at least 2 are needed")
@@ -59,7 +62,7 @@ class HSTUConfig:
 
 
 class RelativeBias(nn.Module):
-    """One learned number per distance (or bucket), shared by all heads or one set for each: `weight` [1 or H, entries]."""
+    """One learned number per distance (or bucket), for all heads or for each one: `weight` [1 or H, entries]."""
 
     def __init__(self, entries: int, heads: int, *, per_head: bool) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ class RelativeBias(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self) -> Tensor:
-        """[H, entries], or [1, entries] for all heads."""
+        """Return [H, entries], or [1, entries] for all heads."""
         return self.weight
 
 
@@ -90,7 +93,7 @@ class HSTULayer(nn.Module):
         self.out = nn.Linear(h * config.d_v, config.d, bias=style.bias)
 
     def forward(self, x: Tensor, offsets: Tensor, times: Tensor | None, query_times: Tensor | None) -> Tensor:
-        """One layer; without times there is no time bias."""
+        """Run one layer; without times there is no time bias."""
         u, v, q, k = torch.split(self.activation(self.uvqk(self.norm(x))), list(self.widths), dim=1)
         q, k, v = (t.view(t.shape[0], self.heads, t.shape[1] // self.heads) for t in (q, k, v))
         time_bias = None if times is None else self.time_bias()
@@ -131,9 +134,10 @@ class HSTU(nn.Module):
     def forward(
         self, items: "Jagged", times: Tensor | None = None, query_times: Tensor | None = None, *, last: bool = False
     ) -> Tensor:
-        """Scores [total, items] after every position, or with `last` [B, items] after the last one of each row, in float32.
+        """Return float32 scores [total, items] after every position or, with `last`, [B, items] after each row.
 
-        times int64 [total] are the moments of the events, query_times those of the requests. A row without history scores 0 everywhere.
+        `times` int64 [total] are those of the events, `query_times` those of the requests. All scores of an empty row
+        are 0.
         """
         h = self.encode(items, times, query_times)
         if last:
@@ -142,7 +146,7 @@ class HSTU(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def encode(self, items: "Jagged", times: Tensor | None = None, query_times: Tensor | None = None) -> Tensor:
-        """The state after every position, [total, d]."""
+        """Return the state after every position, [total, d]."""
         values, offsets = items.values, items.offsets
         self._check_lengths(offsets)
         if query_times is None and times is not None:
@@ -169,7 +173,7 @@ class HSTU(nn.Module):
             )
 
     def example_inputs(self) -> "tuple[Jagged, Tensor]":
-        """One row of the greatest length, without storage."""
+        """Return one row of maximum length, on the meta device."""
         from loka.data.batch import Jagged
 
         values = torch.empty(self.config.max_length, dtype=torch.int64, device="meta")
@@ -177,20 +181,20 @@ class HSTU(nn.Module):
 
 
 def next_times(times: Tensor, offsets: Tensor) -> Tensor:
-    """The time of the next event of the same row; at the end of a row the event's own."""
+    """Return the time of the next event of the same row; at the end of a row the event's own."""
     final = times.new_zeros(times.shape[0] + 1, dtype=torch.bool).index_fill(0, offsets, True)[1:]
     return torch.where(final, times, times.roll(-1))
 
 
 def take_last(h: Tensor, offsets: Tensor) -> Tensor:
-    """The last position of every row, [B, d]; zero for an empty row."""
+    """Return the last position of every row, [B, d]; zero for an empty row."""
     empty = offsets[1:] == offsets[:-1]
     padded = torch.cat([h, h.new_zeros(1, h.shape[1])])
     return padded[torch.where(empty, h.shape[0], offsets[1:] - 1)]
 
 
 def next_item_loss(scores: Tensor, items: "Jagged") -> Tensor:
-    """Mean cross-entropy of every position's next item; the last position of a row has none, and padding (0) is no target."""
+    """Return the mean cross-entropy of the next items; the last position of a row, and padding (0), have no target."""
     final = items.values.new_zeros(items.values.shape[0] + 1, dtype=torch.bool).index_fill(0, items.offsets, True)[1:]
     target = torch.where(final, 0, items.values.roll(-1))
     total = F.cross_entropy(scores, target, ignore_index=0, reduction="sum")

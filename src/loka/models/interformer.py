@@ -1,16 +1,17 @@
-"""InterFormer: feature vectors and a behaviour history that summarise each other, layer by layer (Zeng et al., "InterFormer", 2024).
+"""InterFormer: feature vectors and a behavior history that exchange summaries (Zeng et al., "InterFormer", 2024).
 
-    interaction arch  X^(l+1) = MLP(Interaction([X || S_sum]))              on a dot, DCNv2 or DHEN backbone
-    sequence arch     S^(l+1) = MHA(PFFN(X_sum, S)), rotary positions       PFFN(X_sum, S) = S f(X_sum)^T, f makes a d x d matrix per example
-    cross arch        X_sum = Gating(MLP(X)),   S_sum = Gating([S_cls || S_pma || S_recent]),   Gating(Z) = sigmoid(Z * MLP(Z))
+    interaction arch  X^(l+1) = MLP(Interaction([X || S_sum]))           with a dot, DCNv2 or DHEN backbone
+    sequence arch     S^(l+1) = MHA(PFFN(X_sum, S)), rotary positions   PFFN(X_sum, S) = S f(X_sum)^T, f(X_sum) is d x d
+    cross arch        X_sum = Gating(MLP(X)),   S_sum = Gating([S_cls || S_pma || S_recent])
     head              MLP([X_sum || S_sum])
 
-The first X_sum is put before the history as its CLS tokens, so attention always has something to look at, also for an empty history. PMA is
-attention of learned seeds over all tokens; recent tokens are the last real ones. Several histories that run in step are merged by a MaskNet,
-S = W (S * MLP(S)), to one of width d.
+Gating(Z) = sigmoid(Z * MLP(Z)). The first X_sum is prepended to the history as its CLS tokens, so attention always has
+a token, also for an empty history. PMA is attention of learned seeds over all tokens; the recent tokens are the last
+real ones. Several aligned histories are merged by a MaskNet, S = W (S * MLP(S)), to one of width d.
 
-The published equations name no residuals; `residual=True` (the default) adds them with a norm, X^(l+1) = Norm(X + MLP(...)) and
-S^(l+1) = Norm(P + MHA(P)), P = PFFN(...), which deeper stacks need to train. `residual=False` is the equations to the letter.
+The published equations have no residuals. `residual=True` (the default) adds them with a norm, which deeper stacks need
+to train: X^(l+1) = Norm(X + MLP(...)) and S^(l+1) = Norm(P + MHA(P)), P = PFFN(...). `residual=False` follows the
+equations.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InterFormerConfig(CoreConfig):
-    """length: longest history; histories: how many run in step; hidden: width of the MLPs; cls, pma, recent: summary tokens."""
+    """length: of the longest history; histories: their number; hidden: MLP width; cls, pma, recent: summary tokens."""
 
     layers: int = 2
     heads: int = 2
@@ -50,7 +51,7 @@ class InterFormerConfig(CoreConfig):
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """A known backbone, heads that divide d."""
+        """Validate the config."""
         super().__post_init__()
         check_heads(self.d, self.heads)
         if (self.d // self.heads) % 2:
@@ -60,7 +61,7 @@ class InterFormerConfig(CoreConfig):
 
     @property
     def tokens(self) -> int:
-        """Vectors in S_sum."""
+        """Number of vectors in S_sum."""
         return self.cls + self.pma + self.recent
 
 
@@ -79,7 +80,7 @@ class Gating(nn.Module):
 
 
 class MaskNet(nn.Module):
-    """S = W (S * MLP(S)): s histories in step, [B, T, s d] -> [B, T, d]."""
+    """S = W (S * MLP(S)) for s aligned histories: [B, T, s d] -> [B, T, d]."""
 
     def __init__(self, histories: int, d: int, style: Style) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class MaskNet(nn.Module):
         self.project = nn.Linear(histories * d, d, bias=style.bias)
 
     def forward(self, s: Tensor) -> Tensor:
-        """Merge the histories of every step."""
+        """Merge the histories."""
         out: Tensor = self.project(s * self.mask(s))
         return out
 
@@ -104,7 +105,7 @@ class SeedPooling(nn.Module):
         self.out = nn.Linear(d, d, bias=style.bias)
 
     def forward(self, s: Tensor, mask: Tensor) -> Tensor:
-        """Summarise the tokens that the mask calls real."""
+        """Summarize the tokens for which the mask is True."""
         k, v = (split_heads(part, self.heads) for part in self.kv(s).chunk(2, -1))
         q = split_heads(self.seeds(s.shape[0]).to(k.dtype), self.heads)
         out: Tensor = self.out(merge_heads(self.attention(q, k, v, mask)))
@@ -112,7 +113,7 @@ class SeedPooling(nn.Module):
 
 
 class CrossArch(nn.Module):
-    """What each side tells the other: X_sum [B, cls, d] and S_sum [B, tokens, d]."""
+    """The summaries that both sides exchange: X_sum [B, cls, d] and S_sum [B, tokens, d]."""
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -124,12 +125,12 @@ class CrossArch(nn.Module):
         self.s_gate = Gating(d, style)
 
     def summarise_x(self, x: Tensor) -> Tensor:
-        """Gating(MLP(X)), [B, cls, d]."""
+        """Return Gating(MLP(X)), [B, cls, d]."""
         out: Tensor = self.x_gate(self.compress(x.flatten(1)).view(-1, self.cls, self.d))
         return out
 
     def summarise_s(self, s: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-        """Gating([S_cls || S_pma || S_recent]), [B, tokens, d]; a recent token that does not exist is zero."""
+        """Return Gating([S_cls || S_pma || S_recent]), [B, tokens, d]; missing recent tokens are zero."""
         back = torch.arange(self.recent, device=s.device)
         exists = back < lengths[:, None]
         at = (self.cls + lengths[:, None] - 1 - back).clamp(min=0)
@@ -139,7 +140,7 @@ class CrossArch(nn.Module):
 
 
 class PersonalFeedForward(nn.Module):
-    """PFFN: every token times a d x d matrix made from X_sum."""
+    """PFFN: multiply every token by a d x d matrix computed from X_sum."""
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class Backbone(nn.Module):
 
 
 class InterFormerLayer(nn.Module):
-    """One exchange: both sides move on, each reading the other's summary."""
+    """One layer: both sides are updated using the other's summary."""
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class InterFormerLayer(nn.Module):
             self.s_norm = make_norm(style.norm, d, bias=style.bias)
 
     def forward(self, x: Tensor, s: Tensor, mask: Tensor, x_sum: Tensor, s_sum: Tensor) -> tuple[Tensor, Tensor]:
-        """(X, S) of the next layer."""
+        """Return X and S of the next layer."""
         made = self.backbone(torch.cat([x, s_sum], 1))
         personal = self.pffn(x_sum, s)
         seen = self.mha(personal, mask)
@@ -217,12 +218,12 @@ class InterFormer(Core):
 
     @classmethod
     def fit(cls, schema: "Schema", *, dense_vectors: int) -> dict[str, Any]:
-        """As many histories as the schema has, as long as its longest."""
+        """Return the number of histories in the schema and the length of the longest."""
         longest = max((s.max_length for s in schema.sequences), default=1)
         return {"histories": max(1, len(schema.sequences)), "length": longest}
 
     def forward(self, x: Tensor, history: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-        """Logits [B, labels]; tokens of the history beyond its length are not read."""
+        """Return logits [B, labels]; tokens of the history beyond its length are ignored."""
         x = self.enter(x)
         if history.dim() != 3 or history.shape[2] != self.config.histories * self.config.d:
             expected = f"[B, T, {self.config.histories * self.config.d}]"
@@ -232,7 +233,7 @@ class InterFormer(Core):
         return out
 
     def exchange(self, x: Tensor, s: Tensor, lengths: Tensor) -> Tensor:
-        """[X_sum || S_sum] after all layers, flattened."""
+        """Return [X_sum || S_sum] after all layers, flattened."""
         cls = self.config.cls
         x_sum = self.summaries[0].summarise_x(x)  # type: ignore[operator]
         s = torch.cat([x_sum, s], 1)
@@ -244,7 +245,7 @@ class InterFormer(Core):
         return torch.cat([x_sum, s_sum], 1).flatten(1)
 
     def example_inputs(self) -> tuple[Tensor, ...]:
-        """One example with the longest history, without storage."""
+        """Return one example with a history of maximum length, on the meta device."""
         history = torch.empty(1, self.config.length, self.config.histories * self.config.d, device="meta")
         return (*super().example_inputs(), history, torch.empty(1, dtype=torch.int64, device="meta"))
 

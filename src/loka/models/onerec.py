@@ -1,20 +1,22 @@
-"""OneRec-V2: a lazy decoder that spells the next item as a semantic id, one code per position (OneRec-V2 technical report, 2025).
+"""OneRec-V2: a lazy decoder that generates the next item as a semantic id (OneRec-V2 technical report, 2025).
 
-    context    C = W [static || long-term || short-term]          [B, S, d_ctx],  d_ctx = S_kv L_kv G_kv d_head, cut into chunks along features
+    context    C = W [static || long-term || short-term]     [B, S, S_kv L_kv G_kv d_head], in chunks along features
                k_l = Norm(C_{l S_kv}),  v_l = Norm(C_{l S_kv + 1}) with S_kv = 2, else v_l = k_l
     block      h += CrossAttention(Norm(h), k, v);   h += CausalSelfAttention(Norm(h));   h += FFN(Norm(h))
-    heads      logits of code p = W_p Norm_p(h at position p);    loss = mean cross-entropy over the codes of the id, of all or only of valid ids
+    heads      logits of code p = W_p Norm_p(h at position p);    loss = mean cross-entropy over the codes of the id
 
-The cross-attention is lazy: it has queries and an output projection, but no projections of keys and values. Block l reads pair floor(l L_kv / layers)
-of the context, computed once per request and shared by blocks, by groups of query heads (GQA) and, when decoding, by all beams of the request.
-The FFN is a SwiGLU, or from block `dense_blocks` on a mixture of experts.
+The cross-attention is lazy: it has queries and an output projection, but no key and value projections. Block l reads
+pair floor(l L_kv / layers) of the context, which is computed once per request and shared by blocks, by groups of query
+heads (GQA) and, when decoding, by all beams of the request. The FFN is a SwiGLU, or a mixture of experts from block
+`dense_blocks` on.
 
-The decoder reads [BOS, code_1, ..., code_{L-1}]; every level has its own codebook, of any size, and ids may have any number of levels. The same
-code embeddings, summed over the levels of an item, describe the items of the history; with `items`, an embedding of the item itself is added, since
-codes say what an item is like and not which one it is. The static token is made of the user's features, or learned where there are none, so that a
-user without history still has a context.
+The decoder reads [BOS, code_1, ..., code_{L-1}]. Every level has its own codebook of any size, and ids may have any
+number of levels. Items of the history are the sums of the same code embeddings over their levels; with `items`, an
+embedding of the item itself is added, since codes describe an item but do not identify it. The static token is computed
+from the user's features, or learned if there are none, so that a user without history still has a context.
 
-Decoding: `encode` once, then one `step` per code over [B, W] beams; self-attention keeps what it has seen. Searching beams is not done here.
+Decoding: call `encode` once, then `step` once per code for [B, W] beams; self-attention caches keys and values. The
+beam search is in `loka.models.beam`.
 """
 
 import math
@@ -50,10 +52,11 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class OneRecConfig:
-    """codebooks: size of each level's; d_ff: width of a dense FFN; l_kv, s_kv, g_kv: key-value pairs, 2 for values of their own, groups.
+    """codebooks: their sizes, by level; d_ff: width of a dense FFN; l_kv: key-value pairs; s_kv: 2 for separate values.
 
-    context: longest history in items, of which the `short` most recent take the short-term path; static: number of user features.
-    items: rows of a table of item embeddings (padding included); 0 for none. With it a history's values have one more column, the item numbers.
+    g_kv: groups of heads; context: maximum history in items, of which the `short` latest take the short-term path;
+    static: number of user features; items: rows of the table of item embeddings, padding included, or 0. With `items`,
+    the values of a history have one more column, the item numbers.
     """
 
     codebooks: tuple[int, ...] = (32, 32, 32)
@@ -72,11 +75,13 @@ class OneRecConfig:
     style: Style = LLM_STYLE
 
     def __post_init__(self) -> None:
-        """Sizes that divide each other as the equations need."""
+        """Validate the config."""
         check_positive(self, except_for=("static", "items"))
         check_heads(self.d, self.heads)
         if self.s_kv not in (1, 2):
-            raise ValueError(f"OneRecConfig.s_kv is {self.s_kv}; 1 shares keys and values, 2 keeps them apart")
+            raise ValueError(
+                f"OneRecConfig.s_kv is {self.s_kv}; expected 1 (values are the keys) or 2 (separate values)"
+            )
         if self.heads % self.g_kv:
             raise ValueError(f"OneRecConfig.g_kv is {self.g_kv}; groups must divide the {self.heads} heads")
         if self.l_kv > self.layers:
@@ -94,7 +99,7 @@ class OneRecConfig:
 
     @property
     def history_width(self) -> int:
-        """Columns of a history's values: the codes, and the item number where there is a table of items."""
+        """Columns of a history's values: the codes and, if there is a table of items, the item number."""
         return self.levels + (self.items > 0)
 
     @property
@@ -104,14 +109,14 @@ class OneRecConfig:
 
 
 class Context(NamedTuple):
-    """What every block reads: pairs of keys and values [B, G, S, d_head], and which of the S tokens are real [B, S]."""
+    """What all blocks read: key-value pairs [B, G, S, d_head], and which of the S tokens are real [B, S]."""
 
     pairs: list[tuple[Tensor, Tensor]]
     mask: Tensor
 
 
 class ContextProcessor(nn.Module):
-    """History and user features to shared keys and values."""
+    """Compute shared keys and values from history and user features."""
 
     def __init__(self, config: OneRecConfig) -> None:
         super().__init__()
@@ -130,7 +135,7 @@ class ContextProcessor(nn.Module):
         )
 
     def forward(self, items: tuple[Tensor, Tensor], counts: tuple[Tensor, Tensor], static: Tensor | None) -> Context:
-        """items: vectors [B, T, d] of the long-term and the short-term history, with their counts [B]."""
+        """Compute the context from vectors [B, T, d] of the long-term and short-term history and their counts [B]."""
         long, short = (self.dropout(part) for part in items)
         recency = torch.arange(self.config.context, device=long.device)
         ages = [counts[0][:, None] + counts[1][:, None] - 1 - recency[: long.shape[1]]]
@@ -157,7 +162,7 @@ class ContextProcessor(nn.Module):
 
 
 class LazyCrossAttention(nn.Module):
-    """Queries over keys and values that came with the context: no projections of them here."""
+    """Cross-attention over the keys and values of the context, without projecting them."""
 
     def __init__(self, config: OneRecConfig) -> None:
         super().__init__()
@@ -178,7 +183,7 @@ Past = tuple[Tensor, Tensor] | None
 
 
 class LazyBlock(nn.Module):
-    """Cross-attention, causal self-attention, FFN, each behind a norm and added to h."""
+    """Cross-attention, causal self-attention and FFN, each with a pre-norm and a residual."""
 
     def __init__(self, config: OneRecConfig, index: int) -> None:
         super().__init__()
@@ -202,14 +207,14 @@ class LazyBlock(nn.Module):
             )
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        """h [B, T, d]: the whole id at once."""
+        """Run all positions of the id at once, h [B, T, d]."""
         h = h + self.dropout(self.cross(self.cross_norm(h), context.pairs[self.pair], context.mask))
         h = h + self.dropout(self.attention(self.self_norm(h)))
         out: Tensor = h + self.dropout(self.ffn(self.ffn_norm(h)))
         return out
 
     def step(self, h: Tensor, context: Context, past: Past) -> tuple[Tensor, Past]:
-        """h [B, W, d]: the next position of W beams that share a context; past holds their earlier keys and values."""
+        """Run the next position of W beams that share a context, h [B, W, d]; `past` has their keys and values."""
         beams = h.shape[1]
         h = h + self.cross(self.cross_norm(h), context.pairs[self.pair], context.mask)
         seen, past = self.attention.extend(self.self_norm(h).flatten(0, 1).unsqueeze(1), past)
@@ -232,7 +237,7 @@ class Head(nn.Module):
 
 
 class OneRec(nn.Module):
-    """History as semantic ids, and the id to spell -> the logits of every code, one tensor [B, codebook] per level."""
+    """A history of semantic ids and the codes of the next -> the logits of every code, [B, codebook] per level."""
 
     def __init__(self, config: OneRecConfig) -> None:
         super().__init__()
@@ -245,7 +250,13 @@ class OneRec(nn.Module):
         self.heads = nn.ModuleList(Head(config.d, size, config.style) for size in config.codebooks)
 
     def forward(self, history: "Jagged", codes: Tensor, static: Tensor | None = None) -> tuple[Tensor, ...]:
-        """history: ragged rows of ids, values int64 [total, history_width], oldest first; codes int64 [B, levels], the last one is not read."""
+        """Return the logits per level.
+
+        Args:
+            history: ragged rows of ids, oldest first, values int64 [total, history_width].
+            codes: int64 [B, levels]; the last level is not read.
+            static: user features [B, static], if the model has any.
+        """
         context = self.encode(history, static)
         first = self.begin(codes.shape[0])
         h = torch.cat([first, self.codes.lookup(codes[:, :-1]).to(first.dtype)], 1) if self.config.levels > 1 else first
@@ -255,7 +266,7 @@ class OneRec(nn.Module):
         return tuple(head(h[:, p]) for p, head in enumerate(self.heads))
 
     def encode(self, history: "Jagged", static: Tensor | None = None) -> Context:
-        """The context of every request: its history, cut to the most recent `context` items, and its user features."""
+        """Compute the context of every request from the latest `context` items of its history and its user features."""
         levels, width = self.config.levels, self.config.history_width
         if history.values.dim() != 2 or history.values.shape[1] != width:
             columns = f"{levels}-level ids" + (" and item numbers" if self.config.items else "")
@@ -272,10 +283,10 @@ class OneRec(nn.Module):
         return context
 
     def step(self, context: Context, codes: Tensor | None, past: list[Past] | None) -> tuple[Tensor, list[Past]]:
-        """One code further: logits [B, W, codebook] and what the next step needs.
+        """Decode one code: return logits [B, W, codebook] and the keys and values for the next step.
 
-        The first step takes codes = past = None (one beam: BOS); later ones the codes [B, W] chosen last, whose past the caller has reordered
-        with `reorder` when beams were dropped or copied.
+        The first step takes codes = past = None (one beam: BOS). Later ones take the codes [B, W] chosen last, and the
+        past, which the caller reorders with `reorder` if beams were dropped or copied.
         """
         level = 0 if past is None or past[0] is None else past[0][0].shape[2]
         if codes is None:
@@ -292,13 +303,16 @@ class OneRec(nn.Module):
         return logits, carried
 
     def update_balance(self, rate: float = 1e-3) -> None:
-        """One step of balancing for every mixture of experts; nothing to do for a dense model."""
+        """Balance every mixture of experts after an optimizer step; a no-op for a dense model."""
         for module in self.modules():
             if isinstance(module, MixtureOfExperts):
                 module.update_balance(rate)
 
     def active_parameters(self) -> int:
-        """Parameters of the blocks that one decoded token meets: tables, context processor and heads are not counted, idle experts neither."""
+        """Return the number of block parameters used by one decoded token.
+
+        Tables, context processor, heads and idle experts are not counted.
+        """
         total = 0
         for block in self.blocks:
             ffn = block.ffn
@@ -308,7 +322,7 @@ class OneRec(nn.Module):
         return total
 
     def example_inputs(self) -> tuple[object, ...]:
-        """One request with the longest history, without storage."""
+        """Return one request with a history of maximum length, on the meta device."""
         from loka.data.batch import Jagged
 
         values = torch.empty(self.config.context, self.config.history_width, dtype=torch.int64, device="meta")
@@ -321,7 +335,7 @@ class OneRec(nn.Module):
 
 
 def reorder(past: list[Past], parents: Tensor) -> list[Past]:
-    """Keep the beams `parents` [B, W]: beam w of request b continues what beam parents[b, w] had seen."""
+    """Reorder the past: beam w of request b continues beam parents[b, w]."""
     kept: list[Past] = []
     for pair in past:
         assert pair is not None  # a step has been made
@@ -335,11 +349,11 @@ def reorder(past: list[Past], parents: Tensor) -> list[Past]:
 
 
 def semantic_id_loss(logits: tuple[Tensor, ...], codes: Tensor, valid: tuple[Tensor, ...] | None = None) -> Tensor:
-    """Mean cross-entropy over the levels of the id; codes int64 [B, levels].
+    """Return the mean cross-entropy over the levels of the id; codes int64 [B, levels].
 
-    valid: which codes may follow the true ones before them, bool [B, codebook] per level (`Trie.follow`). The probabilities are then those of valid
-    ids: nothing has to be learned about ids that no item has, and the sum over levels is the log-likelihood of an item. Such a model is decoded
-    with `search(..., normalize="valid")`.
+    `valid` says which codes may follow the true ones before them, bool [B, codebook] per level (`Trie.follow`). Then
+    only valid ids have a probability, the model need not learn to avoid others, and the sum over levels is the
+    log-likelihood of an item. Decode such a model with `search(..., normalize="valid")`.
     """
     if valid is not None:
         logits = tuple(level.masked_fill(~mask, -math.inf) for level, mask in zip(logits, valid, strict=True))

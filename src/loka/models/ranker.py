@@ -1,17 +1,17 @@
-"""What ranking models share: the Core interface, and Ranker, which feeds a Batch of real data to a core.
+"""The base of ranking models: the Core interface, and Ranker, which embeds a batch and calls a core.
 
 A core is the dense part of one paper. It takes n feature vectors, x [B, n, d], and returns logits [B, labels]:
 
     logits = head(represent(x))          represent: [B, n, d] -> [B, width],  head: an MLP tower
 
-Ranker makes x from a batch, in this order along n:
+Ranker computes x from a batch, in this order along n:
 
-    dense features  -> one MLP -> `dense_vectors` vectors      (none when the data has no dense features)
+    dense features  -> one MLP -> `dense_vectors` vectors      (none if the data has no dense features)
     categorical ids -> one vector per field, from the embedding tables
-    histories       -> one mean-pooled vector per sequence field, or, for a core that reads sequences, [B, T, s d] beside x
+    histories       -> one mean-pooled vector per sequence field, or, for sequence cores, a separate [B, T, s d]
 
-Dense vectors come first, so DLRM knows which vector is the dense one. Under autocast x is cast once, here, so that every activation of the core
-is 16-bit from the first product on. Logits leave in float32: the loss is computed where rounding cannot reach it.
+Under autocast x is cast once, here, so that every activation of the core is 16-bit from the first product on. Logits
+are float32, so that the loss is not rounded.
 """
 
 from dataclasses import dataclass, fields, is_dataclass
@@ -32,7 +32,7 @@ PLAIN = Style()
 
 @dataclass(frozen=True, kw_only=True)
 class CoreConfig:
-    """What every core needs to know: n vectors of d features in, `labels` logits out, and the shared style."""
+    """The options of every core: n input vectors of d features, `labels` logits, and the style."""
 
     n: int = 16
     d: int = 16
@@ -40,12 +40,12 @@ class CoreConfig:
     style: Style = PLAIN
 
     def __post_init__(self) -> None:
-        """Counts and widths are positive integers."""
+        """Validate the config."""
         check_positive(self)
 
 
 def check_positive(config: Any, *, except_for: tuple[str, ...] = ()) -> None:
-    """Raise for any whole number, alone or in a tuple, that is below one: a width of zero is never meant."""
+    """Raise a ValueError if any integer field, or integer in a tuple field, is below one."""
     if not is_dataclass(config):
         raise TypeError(f"expected a dataclass, got {type(config).__name__}")
     for field in fields(config):
@@ -68,11 +68,11 @@ class Core(nn.Module):
 
     @classmethod
     def fit(cls, schema: "Schema", *, dense_vectors: int) -> dict[str, Any]:
-        """Config fields, beyond n and labels, that follow from a schema."""
+        """Return config fields, besides n and labels, that follow from a schema."""
         return {}
 
     def represent(self, x: Tensor) -> Tensor:
-        """x [B, n, d] -> [B, width], what the head reads."""
+        """Map x [B, n, d] to the input of the head, [B, width]."""
         raise NotImplementedError(f"{type(self).__name__} does not define represent")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,20 +88,20 @@ class Core(nn.Module):
         return x.to(compute_dtype(x))
 
     def example_inputs(self) -> tuple[Tensor, ...]:
-        """One example without storage, for counting."""
+        """Return one example on the meta device, for counting."""
         return (torch.empty(1, self.config.n, self.config.d, device="meta"),)
 
 
 class Ranker(nn.Module):
-    """Embeds a Batch of a schema and calls a core.
+    """A ranking model: embedding tables and a dense MLP for the features of a schema, and a core.
 
     Args:
         schema: of a data set.
-        core: the dense part; its n and labels must fit.
-        dense_vectors: how many vectors the dense features become.
-        dense_hidden: widths of the layers that make them.
-        sparse: gradients of tables as sparse tensors.
-        check_on_gpu: check ids on a GPU too, which waits for it.
+        core: the dense part; its n and labels must fit the schema.
+        dense_vectors: number of vectors that the dense features are mapped to.
+        dense_hidden: hidden widths of that MLP.
+        sparse: whether gradients of tables are sparse tensors.
+        check_on_gpu: check ids on a GPU too, which synchronizes with it.
 
     Example:
         >>> build_ranker(data.schema, "wukong", "tiny")(batch).shape
@@ -135,13 +135,13 @@ class Ranker(nn.Module):
         )
 
     def forward(self, batch: "Batch") -> Tensor:
-        """Logits [B, labels] in float32 (float64 for a float64 model)."""
+        """Return logits [B, labels] in float32 (float64 for a float64 model)."""
         x = self.embed(batch)
         logits: Tensor = self.core(x, *self.embed_sequences(batch)) if self.core.takes_sequence else self.core(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def embed(self, batch: "Batch") -> Tensor:
-        """The feature vectors of a batch, [B, n, d]."""
+        """Return the feature vectors of a batch, [B, n, d]."""
         parts: list[Tensor] = []
         if self.dense is not None:
             parts.append(self.dense(batch.dense.to(self._dtype())).view(-1, self.dense_vectors, self.core.config.d))
@@ -154,8 +154,8 @@ class Ranker(nn.Module):
         return torch.cat([part.to(dtype) for part in parts], 1)
 
     def embed_sequences(self, batch: "Batch") -> tuple[Tensor, Tensor]:
-        """The histories side by side, [B, T, s d] for s sequence fields, and the length of the longest, [B]."""
-        assert self.embedding is not None  # count_vectors refused a schema without sequences
+        """Return the concatenated histories, [B, T, s d] for s sequence fields, and the length of the longest, [B]."""
+        assert self.embedding is not None  # count_vectors raises for a schema without sequences
         padded, lengths = [], []
         longest = max(field.max_length for field in self.schema.sequences)
         for field in self.schema.sequences:
@@ -170,7 +170,7 @@ class Ranker(nn.Module):
 
 
 def count_vectors(schema: "Schema", core: Core | type[Core], *, dense_vectors: int = 1) -> int:
-    """How many feature vectors Ranker makes of a schema for a core: the n to build the core with."""
+    """Return the number of feature vectors that Ranker computes for a core: its n."""
     pooled = 0 if core.takes_sequence else len(schema.sequences)
     if core.takes_sequence and not schema.sequences:
         raise ValueError(

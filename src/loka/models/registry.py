@@ -1,11 +1,11 @@
-"""Families by name: the table of models, their named sizes, and how to build one.
+"""Build models by family and size.
 
-    build("wukong", "tiny")                                   the core with the sizes of that name
-    build("wukong", "8x96x3x8192", n=256, norm="block")       with overrides; the style's switches may be named directly
-    build(config)                                             from a config of your own
-    build_ranker(schema, "wukong", "tiny")                    embeddings for a data set's schema around a core that fits it
+    build("wukong", "tiny")                                   a core of a named size
+    build("wukong", "8x96x3x8192", n=256, norm="block")       with overrides of the config or its style
+    build(config)                                             from your own config
+    build_ranker(schema, "wukong", "tiny")                    embedding tables for a schema and a core that fits it
 
-A family is one row of the table: config class, model class, sizes. Adding a model is one file and one row.
+A family is one row of `FAMILIES`: config class, model class, sizes. Adding a model is one file and one row.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """One paper: how it is configured, what is built, and its named sizes."""
+    """One paper: its config class, its model class, and its named sizes."""
 
     config: type
     model: type[nn.Module]
@@ -43,10 +43,10 @@ FAMILIES = {
 
 
 def names() -> tuple[str, ...]:
-    """The names of all families.
+    """Return the names of all families.
 
     Returns:
-        In the table's order.
+        Names for `build`.
 
     Example:
         >>> "wukong" in names()
@@ -56,7 +56,7 @@ def names() -> tuple[str, ...]:
 
 
 def sizes(family: str) -> tuple[str, ...]:
-    """The names of a family's sizes.
+    """Return the names of a family's sizes.
 
     Args:
         family: a name.
@@ -72,12 +72,12 @@ def sizes(family: str) -> tuple[str, ...]:
 
 
 def configure(family: str, size: str = "tiny", **overrides: Any) -> Any:
-    """The config of a named size, with fields replaced.
+    """Return the config of a named size, with fields replaced.
 
     Args:
-        family: a name.
-        size: of the family.
-        overrides: fields; `norm`, `activation`, `bias`, ... replace those of its style.
+        family: its name.
+        size: name of a size.
+        overrides: fields of the config, or of its style (`norm`, `activation`, `bias`, ...).
 
     Returns:
         A frozen config.
@@ -102,12 +102,12 @@ def configure(family: str, size: str = "tiny", **overrides: Any) -> Any:
 
 
 def build(family: Any, size: str = "tiny", **overrides: Any) -> nn.Module:
-    """A model by family and size, or from a config.
+    """Build a model by family and size, or from a config.
 
     Args:
-        family: a name, or a config.
-        size: of the family.
-        overrides: fields of the config, or of its style.
+        family: name of a family, or a config.
+        size: name of a size.
+        overrides: fields of the config; for a named family also of its style.
 
     Returns:
         The model, in float32 on the CPU.
@@ -133,20 +133,20 @@ def build_ranker(
     check_on_gpu: bool = False,
     **overrides: Any,
 ) -> Ranker:
-    """A Ranker for a schema: the core's n and labels follow from the data.
+    """Build a Ranker for a schema, from which the core's n and labels follow.
 
     Args:
         schema: of a data set.
         family: of the core.
-        size: of the family.
-        dense_vectors: how many vectors the dense features become.
-        dense_hidden: widths of the layers that make them.
-        sparse: gradients of tables as sparse tensors.
-        check_on_gpu: check ids on a GPU too, which waits for it.
+        size: name of a size.
+        dense_vectors: number of vectors that the dense features are mapped to.
+        dense_hidden: hidden widths of that MLP.
+        sparse: whether gradients of tables are sparse tensors.
+        check_on_gpu: check ids on a GPU too, which synchronizes with it.
         overrides: fields of the core's config.
 
     Returns:
-        Tables, dense part and core.
+        A model of embedding tables, dense MLP and core.
 
     Example:
         >>> build_ranker(data.schema, "dlrm", "small")
@@ -155,7 +155,7 @@ def build_ranker(
     if not issubclass(model, Core):
         rankers = ", ".join(name for name, f in FAMILIES.items() if issubclass(f.model, Core))
         raise ValueError(
-            f"{family} is a sequence model with a forward of its own, not a ranking core; the cores are {rankers}"
+            f"{family} is a sequence model with its own forward, not a ranking core; the cores are {rankers}"
         )
     n = count_vectors(schema, model, dense_vectors=dense_vectors)
     fitted = {"n": n, "labels": len(schema.labels), **model.fit(schema, dense_vectors=dense_vectors)}

@@ -1,15 +1,18 @@
-"""Wukong: stacked factorisation machines (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", 2024).
+"""Wukong: stacked factorization machines.
+
+Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", 2024.
 
     X_{i+1} = Norm(concat(FMB(X_i), LCB(X_i)) + residual(X_i))
-    FMB(X)  = reshape(MLP(Norm(flatten(X (X^T Y)))))       n x k products of the n vectors with k mixtures -> n_F new vectors
-    LCB(X)  = W_L X                                        n_L linear mixtures
-    residual is X itself, or W_R X where the counts differ; the head reads flatten(X_l).
+    FMB(X)  = reshape(MLP(Norm(flatten(X (X^T Y)))))    n x k products of n vectors with k mixtures -> n_F new vectors
+    LCB(X)  = W_L X                                     n_L linear mixtures
+    residual is X itself, or W_R X if the numbers of vectors differ; the head reads flatten(X_l).
 
-Layout. W_L, Y^T and W_R all mix the n vectors of the same X, so they are one FeatureMix, one batched product that reads X once where it lies
-and whose slices are used as views. Nothing of shape (B, n, d) is transposed in memory; concat, residual and norm stand together so that a
-compiler makes one pass of them. The maths is the plain one: tests compare with the equations above in float64.
+W_L, Y^T and W_R all mix the n vectors of the same X, so they are one FeatureMix: one batched product that reads X once
+in place, and whose slices are views. Nothing of shape (B, n, d) is transposed in memory, and a compiler can fuse
+concat, residual and norm. Tests compare with the equations above in float64.
 
-The published rows exist by name, `layers x n_L x depth x hidden`, with d = 160; the number of input vectors is not published, pass your own n.
+The published sizes are named `layers x n_L x depth x hidden`, with d = 160. The number of input vectors is not
+published; pass your own n.
 """
 
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from loka.nn import MLP, FactorizationMachine, FeatureMix, make_head, make_norm
 
 @dataclass(frozen=True, kw_only=True)
 class WukongConfig(CoreConfig):
-    """n_l and n_f: vectors from LCB and FMB per layer; k: mixtures in X^T Y; depth: linears of the FMB tower, hidden its width."""
+    """n_l, n_f: vectors from LCB and FMB; k: mixtures in X^T Y; depth, hidden: linears and width of the FMB tower."""
 
     layers: int = 2
     n_l: int = 8
@@ -46,7 +49,7 @@ class FactorizationMachineBlock(nn.Module):
         self.mlp = MLP(width, [config.hidden] * (config.depth - 1), config.n_f * config.d, style=config.style)
 
     def forward(self, x: Tensor, mixtures: Tensor) -> Tensor:
-        """New vectors from the products of old ones."""
+        """Compute n_f vectors from the products of x with its mixtures."""
         out: Tensor = self.mlp(self.norm(self.product(x, mixtures).flatten(1)))
         return out.view(-1, *self.shape)
 
@@ -62,7 +65,7 @@ class WukongLayer(nn.Module):
         self.norm = make_norm(config.style.norm, config.d, bias=config.style.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer of interactions."""
+        """Run one layer."""
         compressed, mixtures, *rest = self.mix.split(x)
         residual = rest[0] if rest else x
         out: Tensor = self.norm(torch.cat([self.fmb(x, mixtures), compressed], 1) + residual)

@@ -1,4 +1,7 @@
-"""Building blocks that the models share and that mods and convert swap, each a named module with a plain state_dict."""
+"""nn: building blocks shared by the models, which mods and convert replace.
+
+Each is a module with a plain state_dict.
+"""
 
 from loka.nn.activation import HardSigmoid, HardSwish, Sigmoid
 from loka.nn.attention import DotProductAttention, SelfAttention

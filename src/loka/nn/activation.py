@@ -1,10 +1,10 @@
-"""Activations and gates, and the one place that chooses between them.
+"""Activations and gates, and functions that create them by name.
 
     hard_swish(x)   = x * relu6(x + 3) / 6           in place of  silu(x) = x * sigmoid(x)
     hard_sigmoid(x) = relu6(x + 3) / 6               in place of  sigmoid(x)
 
-The hard forms need no exponential, so they fit into the epilogue of a GEMM, and they saturate exactly: beyond |x| = 3 an outlier is passed
-through or cut off, never amplified.
+The hard forms need no exponential, so they fit into the epilogue of a GEMM, and they saturate exactly: beyond |x| = 3 a
+value is passed through or cut off.
 """
 
 from typing import Literal, get_args
@@ -61,19 +61,19 @@ _GATES: dict[str, type[nn.Module]] = {"sigmoid": Sigmoid, "hard": HardSigmoid}
 
 
 def make_activation(kind: ActivationKind) -> nn.Module:
-    """The activation called `kind`."""
+    """Return a new activation module."""
     if kind not in _ACTIVATIONS:
         raise ValueError(f"unknown activation {kind!r}; expected one of {', '.join(get_args(ActivationKind))}")
     return _ACTIVATIONS[kind]()
 
 
 def make_gate(kind: GateKind) -> nn.Module:
-    """The gate called `kind`."""
+    """Return a new gate module."""
     if kind not in _GATES:
         raise ValueError(f"unknown gate {kind!r}; expected one of {', '.join(get_args(GateKind))}")
     return _GATES[kind]()
 
 
 def gate_for(activation: ActivationKind) -> nn.Module:
-    """The gate that belongs to an activation: a model of hard activations has hard gates too."""
+    """Return the gate that goes with an activation: hard gates in models with hard activations."""
     return make_gate("hard" if activation == "hard_swish" else "sigmoid")

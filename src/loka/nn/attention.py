@@ -1,12 +1,13 @@
-"""Softmax attention as named parts: the parameter-free product, rotary positions, and self-attention around them.
+"""Softmax attention as separate modules: the parameter-free product, rotary positions, and self-attention.
 
     out = softmax(Q K^T / sqrt(d_head) + mask) V,     heads of Q in groups that share a K and V head (GQA)
 
-The projections are `nn.Linear` children (`qkv`, `out`); the two batched products live in DotProductAttention, so a tool that looks for heavy
-computation finds three names. Queries, keys and values of one input are one GEMM. Rotary angles are a table: made from positions in forward, a compiler makes them again for every
-element of every query and key, a third of an InterFormer's step.
+The projections are `nn.Linear` children (`qkv`, `out`), and both batched products are in DotProductAttention, so tools
+that look for heavy computation find three modules. Queries, keys and values of one input are one GEMM. Rotary angles
+are a table: if forward computed them from positions, a compiler would recompute them for every element of every query
+and key, a third of an InterFormer's step.
 
-Not here: the SiLU attention of HSTU (`silu_attention`), dropout of attention weights, caches.
+Not supported here: the SiLU attention of HSTU (see `silu_attention`), dropout of attention weights, caches.
 """
 
 from typing import Any
@@ -20,14 +21,18 @@ from loka.nn.mix import compute_dtype
 
 
 class DotProductAttention(nn.Module):
-    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]. With a mask a kernel of the registry runs (`masked_attention`), which passes over padding; without one, torch's.
+    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d].
+
+    With a mask it runs a `masked_attention` kernel of the registry, which skips padding; without one, torch's
+    attention.
 
     Args:
-        causal: a query sees keys up to its own place.
-        backend: of calls with a mask: "auto", or a backend of the registry's `masked_attention`.
+        causal: a query attends to keys up to its own position.
+        backend: for calls with a mask: "auto", or a backend of `masked_attention`.
 
-    `mask` [B, S] is True for keys that may be seen; `wanted` [B, T], with a mask, for queries whose answers are read: the others, and those that see no key, are answered with zeros.
-    `chosen` is the backend that the latest call with a mask ran, and `refusals` what those before it said; both are kept by calls that are not being compiled.
+    `mask` [B, S] is True for valid keys. `wanted` [B, T], allowed with a mask, is True for queries whose result is
+    needed; the others, and queries without a valid key, return zeros. `chosen` is the backend of the latest call with a
+    mask and `refusals` why the ones before it refused; compiled calls do not update them.
 
     Example:
         >>> DotProductAttention(causal=True)(q, k, v)
@@ -43,16 +48,16 @@ class DotProductAttention(nn.Module):
         masked_attention.load()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A module that was pickled by an earlier version has no backend; and what is unpickled may be compiled at once."""
+        """Add attributes that older pickles lack, and load the kernels: the next call may be compiled."""
         super().__setstate__({"backend": "auto", "chosen": None, "refusals": {}, **state})  # type: ignore[no-untyped-call]
         masked_attention.load()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, wanted: Tensor | None = None
     ) -> Tensor:
-        """Attend."""
+        """Compute the attention."""
         if wanted is not None and mask is None:
-            raise ValueError("wanted queries are those of a masked attention: give a mask of keys too")
+            raise ValueError("`wanted` needs a mask of keys, got none")
         if mask is not None and self.causal:
             raise ValueError("a causal DotProductAttention takes no mask of keys; use causal=False with a mask")
         if self.causal and q.shape[2] not in (1, k.shape[2]):
@@ -68,17 +73,17 @@ class DotProductAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
     def extra_repr(self) -> str:
-        """Whether causal, and the backend that was asked for and that ran."""
+        """Return the mask kind, and the requested and the actual backend."""
         ran = f", ran {self.chosen}" if self.chosen and self.chosen != self.backend else ""
         return f"causal={self.causal}, backend={self.backend}{ran}"
 
 
 class Rotary(nn.Module):
-    """Rotary positions: pair (i, i + d/2) of position t is turned by the angle t * base^(-2i/d). x [B, H, T, d] -> the same shape.
+    """Rotary positions for x [B, H, T, d]: the pair (i, i + d/2) at position t is rotated by t * base^(-2i/d).
 
     Args:
         d: width of a head, even.
-        length: positions there are.
+        length: maximum number of positions.
         base: of the angles.
 
     Example:
@@ -93,20 +98,20 @@ class Rotary(nn.Module):
         if d % 2:
             raise ValueError(f"rotary positions pair features, so the head width must be even, got {d}")
         self.d, self.length, self.base = d, length, base
-        # as bits: a model that is put into 16 bits keeps its angles
+        # stored as integers, so that casting the model to 16-bit keeps the angles in float32
         self.register_buffer("table", torch.empty(2, length, d // 2, dtype=torch.int32), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Make the cosines and sines, where the module is: after `to_empty` too."""
+        """Compute the cosines and sines on the module's device, also after `to_empty`."""
         wide, device = torch.float64, self.table.device
         rates = self.base ** (-torch.arange(0, self.d, 2, device=device, dtype=wide) / self.d)
         angles = torch.arange(self.length, device=device, dtype=wide)[:, None] * rates
         self.table.copy_(torch.stack([angles.cos(), angles.sin()]).float().view(torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate, in float32 at least."""
+        """Rotate, at least in float32."""
         if x.shape[-2] > self.length or x.shape[-1] != self.d:
             raise ValueError(f"x has {x.shape[-2]} positions of {x.shape[-1]}; the table {self.length} of {self.d}")
         cos, sin = self.table[:, : x.shape[-2]].view(torch.float32).unbind()
@@ -114,7 +119,7 @@ class Rotary(nn.Module):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Positions and width."""
+        """Return width and length."""
         return f"{self.d}, length={self.length}"
 
 
@@ -123,9 +128,9 @@ class SelfAttention(nn.Module):
 
     Args:
         d: features.
-        heads: that divide them.
-        causal: a token sees those before it.
-        rotary: how many positions there are to rotate queries and keys by; 0 rotates none.
+        heads: number of heads; divides d.
+        causal: a token attends to itself and those before it.
+        rotary: maximum number of positions for rotary embeddings; 0 for none.
         bias: of the linears.
 
     Example:
@@ -143,7 +148,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(d, d, bias=bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [B, T, d], mask [B, T] (True: a real token; the others neither ask nor are asked) -> [B, T, d]."""
+        """Compute x [B, T, d], mask [B, T] -> [B, T, d]. The mask is True for real tokens; the others are ignored."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
@@ -151,7 +156,7 @@ class SelfAttention(nn.Module):
         return out
 
     def extend(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One more position, x [B, 1, d], after the keys and values of the earlier ones; returns them with its own appended."""
+        """Compute one more position, x [B, 1, d], after `past` keys and values; also return these, extended."""
         if self.rotary is not None or x.shape[1] != 1:
             raise ValueError(f"extend takes one position without rotary angles, got {x.shape[1]} with {self.rotary}")
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
@@ -162,7 +167,7 @@ class SelfAttention(nn.Module):
 
 
 def check_heads(d: int, heads: int) -> None:
-    """Heads must divide the width."""
+    """Raise if the number of heads does not divide the width."""
     if heads < 1 or d % heads:
         raise ValueError(f"{heads} heads do not divide a width of {d}")
 

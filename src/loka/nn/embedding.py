@@ -1,18 +1,21 @@
 """Embedding tables for categorical fields and ragged histories: one lookup for all fields of a batch.
 
-All fields share one width, so their tables are stacked into a single `nn.Embedding` (child `table`); field f owns the rows
-first_row[f] ... first_row[f] + cardinality[f] - 1. One gather then serves the whole [B, n] id matrix, and one sparse gradient comes back.
+All fields share one width, so their tables are stacked into a single `nn.Embedding` (child `table`); field f owns the
+rows first_row[f] ... first_row[f] + cardinality[f] - 1. The whole [B, n] id matrix needs one gather, and has one sparse
+gradient.
 
     lookup(ids)                  [B, n] ids         -> [B, n, d]
-    embed(ids, bags)             all of a batch     -> [B, n, d] and [B, 1, d] for each bag, in one place that a sharded collection can take
+    embed(ids, bags)             all of a batch     -> [B, n, d] and [B, 1, d] per bag; a sharded collection replaces it
     take(name, ids)              ids of one field   -> [..., d]
     pool(name, values, offsets)  ragged ids         -> [B, d], the mean of the row's embeddings; zero for an empty row
     pad(name, values, offsets)   ragged ids         -> [B, T, d] and lengths [B], the T most recent, padded at the end
 
-An id outside its field is an error that names the field, never a read of a neighbour's row. On the CPU the check always runs. On a GPU it costs a
-device synchronisation, so there it is off unless `check_on_gpu=True`. Inside torch.compile the check is an assertion in the graph.
+An id outside its field raises an error that names the field; it never reads a row of another field. The check always
+runs on the CPU. On a GPU it costs a device synchronization, so it is off unless `check_on_gpu=True`. Under
+torch.compile it is an assertion in the graph.
 
-`loka.nn.tables.quantize_tables` swaps the stacked table for one with low-precision rows. Not here: sharding, hashing of ids.
+`loka.nn.tables.quantize_tables` replaces the stacked table by one with low-precision rows. Sharding and hashing of ids
+are not supported here.
 """
 
 from collections.abc import Sequence
@@ -28,10 +31,10 @@ class EmbeddingTables(nn.Module):
     """The stacked tables of several fields.
 
     Args:
-        fields: (name, cardinality) of each.
+        fields: (name, cardinality) of each field.
         width: of a row.
-        sparse: gradients as sparse tensors.
-        check_on_gpu: check ids on a GPU too, which waits for it.
+        sparse: return gradients as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which synchronizes with it.
 
     Example:
         >>> EmbeddingTables([("store", 120), ("product", 5000)], 16).lookup(ids).shape
@@ -59,14 +62,14 @@ class EmbeddingTables(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Rows uniform in +-1/sqrt(width), so a row has a norm below one whatever the size of its table."""
+        """Initialize uniformly in +-1/sqrt(width), so that a row has a norm below one whatever the table's size."""
         nn.init.uniform_(self.table.weight, -(self.width**-0.5), self.width**-0.5)
         if self.first_row.device.type != "meta":
             self.first_row.copy_(torch.tensor(self.starts, dtype=torch.int64))
             self.cardinality.copy_(torch.tensor(self.sizes, dtype=torch.int64))
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """ids int64 [B, n], column f in the vocabulary of field f -> [B, n, width]. n may leave out the last fields."""
+        """Look up ids int64 [B, n], column f of field f -> [B, n, width]. The last fields may be left out."""
         n = ids.shape[1]
         if n > len(self.names):
             raise ValueError(f"got ids for {n} fields, but there are tables for {len(self.names)}: {self.names}")
@@ -75,19 +78,19 @@ class EmbeddingTables(nn.Module):
         return out
 
     def embed(self, ids: Tensor, bags: Sequence[tuple[str, Tensor, Tensor]]) -> list[Tensor]:
-        """All vectors of a batch: those of ids [B, n], and the mean of each bag (field, values, offsets), as parts [B, ..., width]."""
+        """Return the vectors of ids [B, n] and the mean of each bag (field, values, offsets), each [B, ..., width]."""
         parts = [self.lookup(ids)] if ids.shape[1] else []
         return parts + [self.pool(name, values, offsets).unsqueeze(1) for name, values, offsets in bags]
 
     def take(self, name: str, ids: Tensor) -> Tensor:
-        """ids of one field, of any shape -> [..., width]."""
+        """Look up ids of one field, of any shape -> [..., width]."""
         f = self._field(name)
         self._check(ids, self.cardinality[f], (name,))
         out: Tensor = self.table(ids + self.starts[f])
         return out
 
     def pool(self, name: str, values: Tensor, offsets: Tensor) -> Tensor:
-        """The mean embedding of every ragged row, [B, width]; zero for an empty row."""
+        """Return the mean embedding of every ragged row, [B, width]; zero for an empty row."""
         f = self._field(name)
         self._check(values, self.cardinality[f], (name,))
         if isinstance(self.table, Table):  # low-precision rows pool themselves
@@ -102,7 +105,7 @@ class EmbeddingTables(nn.Module):
         )
 
     def pad(self, name: str, values: Tensor, offsets: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The `length` most recent embeddings of every row, oldest first, [B, length, width], and how many are real, [B]."""
+        """Return the latest embeddings per row, oldest first, [B, length, width], and how many are real, [B]."""
         f = self._field(name)
         self._check(values, self.cardinality[f], (name,))
         ids, lengths = pad_recent(values, offsets, length)
@@ -124,7 +127,7 @@ class EmbeddingTables(nn.Module):
             raise ValueError(_describe(ids, bad, cardinality, names))
 
     def extra_repr(self) -> str:
-        """Number of fields and width."""
+        """Return the number of fields and the width."""
         return f"{len(self.names)} fields, width={self.width}"
 
 
@@ -137,14 +140,14 @@ class Seeds(nn.Module):
         nn.init.normal_(self.weight, std=d**-0.5)
 
     def forward(self, batch: int) -> Tensor:
-        """The seeds for every example, [B, count, d], without a copy."""
+        """Return the seeds for every example, [B, count, d], without a copy."""
         return self.weight.expand(batch, -1, -1)
 
 
 def pad_recent(values: Tensor, offsets: Tensor, length: int, *, skip: int = 0) -> tuple[Tensor, Tensor]:
-    """The last `length` values of every ragged row before its `skip` last, in order, and how many there are, [B].
+    """Return up to `length` values of every ragged row before its last `skip`, in order, and how many there are, [B].
 
-    values [total, ...] give [B, length, ...], padded with 0 at the end.
+    values [total, ...] become [B, length, ...], padded with 0 at the end.
     """
     rows, total = offsets.shape[0] - 1, values.shape[0]
     ends = torch.maximum(offsets[1:] - skip, offsets[:-1])
@@ -152,8 +155,8 @@ def pad_recent(values: Tensor, offsets: Tensor, length: int, *, skip: int = 0) -
     index = torch.arange(total, device=values.device)
     row = torch.bucketize(index, offsets[1:], right=True).clamp(max=max(rows - 1, 0))
     place = index - (ends - lengths)[row]
-    # Values are sent to their place, not fetched from it: the gradient of sending is a plain gather. That of fetching adds up what all padding
-    # fetched from one row, which a GPU does one after another. What is not wanted goes to one row behind the last.
+    # A scatter and not a gather: the gradient of a scatter is a plain gather, while that of a gather would sum over all
+    # padding that reads one row, which a GPU does serially. Values to drop go to an extra row at the end.
     target = torch.where((place >= 0) & (place < lengths[row]), row * length + place, rows * length)
     padded = values.new_zeros(rows * length + 1, *values.shape[1:]).index_copy_(0, target, values)
     return padded[:-1].view(rows, length, *values.shape[1:]), lengths

@@ -1,16 +1,19 @@
-"""SwiGLU, and a mixture of SwiGLU experts: shared ones that every token visits, routed ones of which it visits `top`.
+"""SwiGLU, and a mixture of SwiGLU experts: shared ones for all tokens, and routed ones, of which a token uses `top`.
 
     SwiGLU(x) = W_down (act(W_gate x) * W_up x)
     MoE(x)    = SwiGLU_shared(x) + sum_{e in T(x)} g_e SwiGLU_e(x)
     s = sigmoid(W_r x);   T(x) = the `top` largest of s + b;   g_e = s_e / sum over T(x) of s
 
-Balancing without an auxiliary loss: b only decides who is chosen, never how much an expert counts, so it has no gradient. After a step
+Load balancing needs no auxiliary loss: b only affects which experts are chosen, not their weights, so it has no
+gradient. After each step
 
     b_e <- b_e + rate * sign(mean load - load_e)
 
-pulls tokens towards idle experts. Training forwards count the load; the loop calls `update_balance` once per optimizer step.
+pulls tokens towards idle experts. Training forwards count the load; the training loop calls `update_balance` once per
+optimizer step.
 
-Gate and up are one GEMM. Tokens are sorted by expert, so each projection is one grouped GEMM, with static shapes: nothing is dropped, nothing padded.
+Gate and up are one GEMM. Tokens are sorted by expert, so each projection is one grouped GEMM with static shapes; no
+token is dropped or padded.
 """
 
 import torch
@@ -19,16 +22,16 @@ from torch import Tensor, nn
 from loka.nn.activation import ActivationKind, make_activation
 from loka.nn.grouped import GroupedLinear
 
-# `balance` counts b in these units, as an integer: a model cast to bf16 would round small updates of a float away.
+# `balance` stores b as an integer in these units: in a model cast to bf16, small updates of a float would be lost.
 UNIT = 1e-6
 
 
 class SwiGLU(nn.Module):
-    """W_down (act(W_gate x) * W_up x); `gate_up` holds W_gate above W_up.
+    """W_down (act(W_gate x) * W_up x); `gate_up` stacks W_gate and W_up.
 
     Args:
         d: features in and out.
-        hidden: features between.
+        hidden: hidden features.
         activation: of the gate.
         bias: of the linears.
 
@@ -51,14 +54,14 @@ class SwiGLU(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts of which every token visits some.
+    """A mixture of experts with `top` routed experts per token.
 
     Args:
         d: features in and out.
-        hidden: of one expert.
-        routed: experts to choose from.
-        top: visited by a token.
-        shared: experts that all visit, as one wide SwiGLU; 0 for none.
+        hidden: hidden features of one expert.
+        routed: number of experts to choose from.
+        top: number of routed experts per token.
+        shared: number of experts that all tokens use, as one wide SwiGLU; 0 for none.
         activation: of the gates.
 
     Example:
@@ -74,7 +77,9 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= top <= routed or shared < 0:
-            raise ValueError(f"a token visits 1 to {routed} routed experts, got top={top}; shared experts: {shared}")
+            raise ValueError(
+                f"expected top from 1 to {routed} (routed) and shared >= 0, got top={top}, shared={shared}"
+            )
         self.top = top
         self.router = nn.Linear(d, routed, bias=False)
         self.gate_up = GroupedLinear(routed, d, 2 * hidden)
@@ -103,7 +108,7 @@ class MixtureOfExperts(nn.Module):
         return routed.view_as(x)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of every token, [N, top], and how much each counts (they sum to one)."""
+        """Return the experts of every token, [N, top], and their weights, which sum to one."""
         logits = self.router(rows)
         scores = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         chosen = (scores + self.balance * UNIT).topk(self.top, -1).indices
@@ -112,16 +117,16 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def update_balance(self, rate: float) -> None:
-        """Move the choice towards experts with less than the mean load, and start counting anew."""
+        """Bias the choice towards experts with less than the mean load, and reset the counts."""
         steps = round(rate / UNIT)
         if steps < 1:
-            raise ValueError(f"the rate of balancing is {rate}; the smallest is {UNIT}")
+            raise ValueError(f"rate={rate}: expected at least {UNIT}")
         below = self.load.sum() - self.load * len(self.load)  # mean load - load, without a division
         self.balance.add_(steps * torch.sign(below))
         self.load.zero_()
 
     def active_parameters(self) -> int:
-        """Parameters that one token meets: the router, its `top` routed experts, all shared ones."""
+        """Return the number of parameters used by one token: the router, its `top` routed experts, all shared ones."""
         per_expert = (self.gate_up.weight.numel() + self.down.weight.numel()) // self.gate_up.experts
         shared = 0 if self.shared is None else sum(p.numel() for p in self.shared.parameters())
         return self.router.weight.numel() + self.top * per_expert + shared

@@ -1,9 +1,9 @@
 """GroupedLinear: one linear per expert, each applied to its own rows of one matrix.
 
-    y_r = W_e x_r      for the rows r of expert e; rows are sorted by expert, and ends[e] is where the rows of expert e end
+    y_r = W_e x_r      for the rows r of expert e; rows are sorted by expert, and end for expert e at ends[e]
 
-All experts are one `weight` [E, out, in] and one op, `loka::grouped_linear`, with a gradient. On a GPU in bf16 it is torch's grouped GEMM,
-which needs widths that are multiples of 8; elsewhere, and in other dtypes, it is a loop over the experts. Experts without rows cost nothing.
+All experts are one `weight` [E, out, in] and one op, `loka::grouped_linear`, with a gradient. On a GPU in bf16 it is
+torch's grouped GEMM, which needs widths that are multiples of 8; otherwise it is a loop over the experts.
 """
 
 from itertools import pairwise
@@ -75,7 +75,7 @@ differentiate(grouped_linear, _differentiate, save=_save)
 
 @register_flop_formula(torch.ops.loka.grouped_linear)
 def _flops(x: torch.Size, weight: torch.Size, ends: torch.Size, *args: Any, **kwargs: Any) -> int:
-    # Every row meets the weight of exactly one expert: the experts it does not visit cost nothing.
+    # every row is multiplied by the weight of exactly one expert
     return 2 * x[0] * x[1] * weight[1]
 
 
@@ -83,7 +83,7 @@ class GroupedLinear(nn.Module):
     """E linears without bias; the state_dict is a plain `weight` [E, out, in].
 
     Args:
-        experts: how many.
+        experts: number of experts.
         width_in: a multiple of 8.
         width_out: a multiple of 8.
 
@@ -102,7 +102,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(in), as `nn.Linear`."""
+        """Initialize uniformly in +-1/sqrt(in), as `nn.Linear`."""
         nn.init.uniform_(self.weight, -(self.width_in**-0.5), self.width_in**-0.5)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
-"""Products over the n feature vectors of x [B, n, d], as small named modules, without a materialised transpose.
+"""Products over the n feature vectors of x [B, n, d], as small modules, without a materialized transpose.
 
-    FeatureMix            Y = W X                    W [m, n]: linear compression, shortcuts, the projection inside a factorisation machine
-    FactorizationMachine  X Y^T = X (X^T P)          with Y = P^T X: n x k products; X^T P first costs n d k, X X^T first would cost n^2 d
+    FeatureMix            Y = W X             W [m, n]: compression, shortcuts, the mixtures of a factorization machine
+    FactorizationMachine  X Y^T = X (X^T P)   with Y = P^T X; X^T P first costs n d k, X X^T first would cost n^2 d
     DotInteraction        strict lower triangle of X X^T
 
-`nn.Linear` mixes the last dimension, so mixing n with it needs x transposed, and autograd saves the copy: in a compiled bf16 Wukong these copies
-cost more than the GEMMs. Here W is broadcast over the batch with stride 0 and multiplied from the left; the batch GEMM reads x where it lies.
-`torch.matmul(W, x)` is not used on purpose: when W needs a gradient it folds B and d together, which copies x.
+`nn.Linear` mixes the last dimension, so mixing n with it needs a transposed x, which autograd saves: in a compiled bf16
+Wukong these copies cost more than the GEMMs. Here W is broadcast over the batch with stride 0 and multiplied from the
+left, and the batched GEMM reads x in place. `torch.matmul(W, x)` is avoided on purpose: if W requires a gradient, it
+folds B and d together, which copies x.
 
-Three products bring their own gradients, because the ones autograd derives are laid out badly:
+Three products have their own backward, because autograd's has a poor memory layout:
 
-    W X      dW = sum_b G_b X_b^T, a part of the batch at a time: autograd would write all B products [B, m, n] before it sums them. A part's
-             products are small enough to stay in a GPU's cache, and are summed in float32 (a 16-bit W gets a gradient rounded once)
-    A B^T    dB = G^T A straight in B's layout; autograd would compute A^T G and hand on its transpose, which the next consumer copies
-    dots     dX = (G + G^T) X with G + G^T gathered from the triangle; autograd would scatter it with atomics and multiply twice
+    W X      dW = sum_b G_b X_b^T, one part of the batch at a time: autograd would write all B products [B, m, n] before
+             summing them. The products of a part stay in a GPU's cache and are summed in float32 (rounded once for a
+             16-bit W)
+    A B^T    dB = G^T A directly in B's layout; autograd would compute A^T G and return its transpose, which gets copied
+    dots     dX = (G + G^T) X with G + G^T gathered from the triangle; autograd would scatter it with atomics and
+             multiply twice
 """
 
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ from loka.kernels.mixed_dots import mixed_dots
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a matrix product of x runs in: autocast's where it is active, else x's own. Autocast leaves float64 alone."""
+    """Return the dtype a matrix product of x runs in: autocast's if enabled (but not for float64), else x's own."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -36,11 +39,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A block in which products are of their operands' types, whatever device x is on."""
+    """Return a context that disables autocast on the device of x."""
     return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
-# Elements of the products that wait to be summed: 32 MiB in 16 bits, which the 50 MiB cache of a Hopper GPU holds.
+# Elements of the products that are summed at a time: 32 MiB in 16-bit, which fit in the 50 MiB cache of a Hopper GPU.
 PRODUCTS = 2**24
 
 
@@ -49,7 +52,7 @@ class _MixRows(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor, x: Tensor) -> Tensor:
-        # Cast before the expand: casting an expanded tensor would write one copy of W per example.
+        # cast before the expand: casting an expanded tensor would write one copy of W per example
         return torch.bmm(weight.to(x.dtype).expand(x.shape[0], -1, -1), x)
 
     @staticmethod
@@ -68,7 +71,7 @@ class _MixRows(torch.autograd.Function):
 
 
 def mix_features(weight: Tensor, x: Tensor) -> Tensor:
-    """W X for one weight [m, n] and a batch x [B, n, d], without a copy of either.
+    """Return W X for one weight [m, n] and a batch x [B, n, d], without copying either.
 
     Args:
         weight: [m, n], cast to x's dtype.
@@ -80,13 +83,13 @@ def mix_features(weight: Tensor, x: Tensor) -> Tensor:
     Example:
         >>> mix_features(linear.weight, x)  # linear(x.transpose(1, 2)).transpose(1, 2)
     """
-    with torch._C.DisableTorchFunction():  # function modes look at what a user's forward calls, not inside of this
+    with torch._C.DisableTorchFunction():  # function modes are meant to see what a user's forward calls, not this
         out: Tensor = _MixRows.apply(weight, x)  # type: ignore[no-untyped-call]
     return out
 
 
 def _sum_products(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """sum_b G_b X_b^T in the dtype of the weight, from grad [B, m, d] and x [B, n, d]."""
+    """Return sum_b G_b X_b^T in the dtype of the weight, from grad [B, m, d] and x [B, n, d]."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros(weight.shape, dtype=wide, device=weight.device)
     size = max(1, PRODUCTS // weight.numel())
@@ -97,11 +100,11 @@ def _sum_products(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class FeatureMix(nn.Module):
-    """Y = W X for x [B, n, d]. The state_dict is a plain `weight` [sum(rows), n], initialised like `nn.Linear`. There is no bias: in every model here a norm follows.
+    """Y = W X for x [B, n, d], with a `weight` [sum(rows), n] initialized like `nn.Linear` and no bias: a norm follows.
 
     Args:
-        n: vectors.
-        rows: mixtures; several sizes share one product and one read of x, and come back as views of it.
+        n: number of vectors.
+        rows: number of mixtures. Several sizes share one product and one read of x, and `split` returns views of it.
 
     Example:
         >>> FeatureMix(8, 4)(torch.randn(2, 8, 16)).shape
@@ -118,16 +121,16 @@ class FeatureMix(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(n), as `nn.Linear` over n inputs."""
+        """Initialize uniformly in +-1/sqrt(n), as `nn.Linear` with n inputs."""
         nn.init.uniform_(self.weight, -(self.n**-0.5), self.n**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All rows at once, [B, sum(rows), d]."""
+        """Return all rows at once, [B, sum(rows), d]."""
         out: Tensor = _MixRows.apply(self.weight, x.to(compute_dtype(x)))  # type: ignore[no-untyped-call]
         return out
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One [B, r, d] view per entry of `rows`."""
+        """Return one [B, r, d] view per entry of `rows`."""
         mixed: Tensor = self(x)
         return torch.split(mixed, list(self.rows), dim=1)
 
@@ -137,7 +140,10 @@ class FeatureMix(nn.Module):
 
 
 def multiply_pairs(x: Tensor, first: Tensor, second: Tensor, head: Tensor | None = None) -> Tensor:
-    """Products [B, P] of chosen pairs of an example's vectors [B, n, d], under autocast too: `torch.bmm(x, x.mT)[:, first, second]` in one kernel. `head`: vectors in front of x's."""
+    """Return products [B, P] of pairs of vectors of x [B, n, d]: `torch.bmm(x, x.mT)[:, first, second]` in one kernel.
+
+    `head` are vectors to put before those of x. The dtype is autocast's if enabled.
+    """
     x = x.to(compute_dtype(x))
     with torch.autocast(x.device.type, enabled=False):
         return dots(x, first, second, head=None if head is None else head.to(x.dtype))
@@ -164,14 +170,14 @@ class _ProductTransposed(torch.autograd.Function):
 
 
 def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """a [B, n, d] and b [B, k, d] -> A B^T [B, n, k], in autocast's dtype where it is active."""
+    """Return A B^T [B, n, k] of a [B, n, d] and b [B, k, d], in autocast's dtype if enabled."""
     dtype = compute_dtype(a)
     out: Tensor = _ProductTransposed.apply(a.to(dtype), b.to(dtype))  # type: ignore[no-untyped-call]
     return out
 
 
 def multiply_mixtures(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B, n, d] and weight [k, n] -> x (W x)^T [B, n, k], in autocast's dtype where it is active, in one kernel where there is one."""
+    """Return x (W x)^T [B, n, k] of x [B, n, d] and weight [k, n], in autocast's dtype if enabled."""
     x = x.to(compute_dtype(x))
     with torch.autocast(x.device.type, enabled=False):
         return mixed_dots(x, weight)
@@ -209,14 +215,14 @@ class _Dots(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         steps = torch.arange(x.shape[1], device=x.device)
         low, high = torch.minimum(steps[:, None], steps), torch.maximum(steps[:, None], steps)
-        # Entry (high, low) stands at high (high - 1) / 2 + low; the diagonal, which has none, reads any and is set to zero.
+        # Entry (high, low) is at high (high - 1) / 2 + low. The diagonal has no entry: it reads any and is set to zero.
         place = (high * (high - 1) // 2 + low).clamp(max=grad.shape[1] - 1)
         both = grad.index_select(1, place.flatten()).view(-1, *place.shape)
         return torch.bmm(torch.where(high == low, 0.0, both).to(x.dtype), x)
 
 
 class DotInteraction(nn.Module):
-    """Pairwise dot products of the n vectors, each pair once: [B, n (n - 1) / 2], row by row of the strict lower triangle.
+    """Dot products of all pairs of n vectors: the strict lower triangle of X X^T row by row, [B, n (n - 1) / 2].
 
     Args:
         n: vectors.

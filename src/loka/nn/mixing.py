@@ -1,10 +1,10 @@
-"""Mixing: another forward for one module, by putting a class in front of its own.
+"""Change the forward of a module by mixing a class into its own.
 
-    mix(Block, Reordered)     a class called Block, whose methods are Reordered's first and Block's second
+    mix(Block, Reordered)     a class called Block that derives from Reordered and Block, in this order
 
-The module stays the object it was, with its children, parameters and attributes, so a state_dict does not change and undoing is taking the class in front away.
-A class made here has no name that can be imported, so it is pickled as what it was made of; modified models can be pickled, deep-copied and saved with
-torch.save like any other.
+The module keeps its identity, children, parameters and attributes, so its state_dict does not change, and removing the
+mixin undoes the change. Mixed classes cannot be imported by name, so they are pickled by their parts; modified models
+can be pickled, deep-copied and saved with torch.save like any other.
 """
 
 import copyreg
@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-_PARTS = "_loka_mixed"  # on a class made here: (mixin, kind)
+_PARTS = "_loka_mixed"  # attribute of a mixed class: (mixin, kind)
 
 
 class _Made(type):
-    """The type of the classes made here, by which pickle knows them."""
+    """The metaclass of mixed classes, by which pickle recognizes them."""
 
 
 _METAS: dict[type, type] = {type: _Made}
@@ -24,14 +24,14 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def mix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of both, the same one for every call.
+    """Return a subclass of both; the same one for every call.
 
     Args:
         kind: the class of a module.
-        mixin: what goes in front of it; its forward may call `super().forward`.
+        mixin: the class that takes precedence; its forward may call `super().forward`.
 
     Returns:
-        A class with the name of `kind`, which can be pickled where `kind` can.
+        A class with the name of `kind`, which can be pickled if `kind` can.
 
     Example:
         >>> block.__class__ = mix(type(block), WideEntrance)
@@ -44,18 +44,13 @@ def mix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
 
 
 def declare_mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> None:
-    """Say that a mixin which is itself derived from `kind` is what the two mixed are.
-
-    Args:
-        mixin: a subclass of `kind`.
-        kind: what it is put in front of.
-    """
+    """Declare that `mix(kind, mixin)` is the mixin itself, which must be a subclass of `kind`."""
     setattr(mixin, _PARTS, (mixin, kind))
     _CLASSES[kind, mixin] = mixin
 
 
 def _meta_for(meta: type) -> type:
-    """A metaclass that pickle knows and that gets on with the user's own (abc.ABCMeta)."""
+    """Return a metaclass that pickle recognizes and that is compatible with the user's own (abc.ABCMeta)."""
     if isinstance(meta, type) and issubclass(meta, _Made):
         return meta
     if meta not in _METAS:
@@ -65,7 +60,7 @@ def _meta_for(meta: type) -> type:
 
 
 def _reduce(made: type) -> Any:
-    """A class made here is pickled by its parts, one that somebody derived from it by its name."""
+    """Pickle a mixed class by its parts, and a class derived from one by its name."""
     parts = vars(made).get(_PARTS)
     return made.__qualname__ if parts is None else (mix, (parts[1], parts[0]))
 
@@ -74,28 +69,21 @@ copyreg.pickle(_Made, _reduce)
 
 
 def unmixed(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that somebody wrote, behind all that were put in front of it: its forward has the arguments' names.
-
-    Args:
-        kind: the class of a module.
-    """
+    """Return the original class without any mixins; the signature of its forward has the argument names."""
     while (parts := vars(kind).get(_PARTS)) is not None:
         kind = parts[1]
     return kind
 
 
 def unmix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """The class without a mixin, whatever was put in front of it since: another mixin, a converted linear's class, FSDP2's.
+    """Return a class without a mixin, even if others were added since: a mixin, a converted linear's class, FSDP2's.
 
     Args:
-        kind: the class of a module now.
-        mixin: what `mix` put in front of it.
-
-    Returns:
-        The class it would have without.
+        kind: the current class of a module.
+        mixin: the mixin to remove.
 
     Raises:
-        ValueError: the mixin is not there.
+        ValueError: the class does not have the mixin.
     """
     parts = vars(kind).get(_PARTS)
     if parts is not None:
@@ -103,7 +91,7 @@ def unmix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
         return rest if own is mixin else mix(unmix(rest, mixin), own)
     bases = tuple(unmix(base, mixin) if issubclass(base, mixin) else base for base in kind.__bases__)
     if bases == kind.__bases__:
-        raise ValueError(f"{kind.__name__} is no {mixin.__name__} any more, so this change cannot be taken back")
+        raise ValueError(f"{kind.__name__} no longer has the mixin {mixin.__name__}, so this change cannot be undone")
     body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
     meta: Any = type(kind)
     made: type[nn.Module] = meta(kind.__name__, bases, body)

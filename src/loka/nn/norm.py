@@ -1,17 +1,15 @@
-"""Normalisations over the last dimension: LayerNorm, RMSNorm, BlockNorm, and the one place that chooses between them.
+"""Norms over the last dimension: LayerNorm, RMSNorm, BlockNorm, and a function that creates them by name.
 
     LayerNorm(x) = (x - mean(x)) / sqrt(var(x) + eps) * gain + bias
     RMSNorm(x)   = x / sqrt(mean(x^2) + eps) * gain
     BlockNorm(x) = RMSNorm without gain, over fixed blocks of 256 consecutive features
 
-BlockNorm exists for the epilogue of a GEMM: a block of 256 columns fits into one output tile, so it can be normalised there while it is
-still in registers; a whole row spans several tiles and cannot. No mean is subtracted (nothing to cancel) and no gain is learned, so every
-output of a full block is bounded by sqrt(256) = 16: a static FP8 scale is safe.
+BlockNorm exists for the epilogue of a GEMM: a block of 256 columns fits in one output tile, so it can be normalized
+while it is still in registers; a whole row spans several tiles. It subtracts no mean and has no gain, so every output
+of a full block is bounded by sqrt(256) = 16, and a static FP8 scale is safe.
 
-All three compute in float32 and return the dtype they were given, under autocast too, where torch's own layer norm would hand float32 to
-everything downstream and double its memory traffic.
-
-Not here: norms over the batch, and norms that cross the last dimension. A norm over d of a (B, n, d) tensor never mixes two of its n vectors.
+All three compute in float32 and return the dtype of their input, also under autocast, where torch's own layer norm
+would return float32 and double the memory traffic of everything that follows.
 """
 
 from typing import Literal, get_args
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 
-BLOCK, EPS = NORM_BLOCK, NORM_EPS  # part of the definition of models: the kernels have no other
+BLOCK, EPS = NORM_BLOCK, NORM_EPS  # fixed by the definition of the models; the kernels support no others
 
 NormKind = Literal["layer", "rms", "block", "none"]
 
@@ -31,7 +29,7 @@ class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` that keeps the dtype of its input under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
+        """Normalize the last dimension of x."""
         return super().forward(x).to(x.dtype)
 
 
@@ -39,17 +37,17 @@ class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` that computes in float32, gain included, and keeps the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
+        """Normalize the last dimension of x."""
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(y, self.normalized_shape, self.weight.to(y.dtype), self.eps).to(x.dtype)
 
 
 class BlockNorm(nn.Module):
-    """Parameter-free RMSNorm over blocks of 256 features. A width under 256 is one block; where 256 does not divide the width, the ragged tail is a block of its own width.
+    """Parameter-free RMSNorm over blocks of 256 features; a smaller width, or a remainder, is a block of its own.
 
     Args:
         width: features.
-        block: features of a block.
+        block: features per block.
         eps: added to the mean square.
 
     Example:
@@ -64,7 +62,7 @@ class BlockNorm(nn.Module):
         self.width, self.block, self.eps = width, min(block, width), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the blocks of the last dimension of x."""
+        """Normalize the blocks of the last dimension of x."""
         if x.shape[-1] != self.width:
             raise ValueError(
                 f"BlockNorm({self.width}) got {x.shape[-1]} features in a tensor of shape {tuple(x.shape)}"
@@ -84,18 +82,18 @@ class BlockNorm(nn.Module):
 
 
 def rms_normalize(x: Tensor, eps: float = EPS) -> Tensor:
-    """x / rms(x) over the last dimension, in float32 (float64 stays), returned in the dtype of x."""
+    """Return x / rms(x) over the last dimension, computed in float32 (or float64), in the dtype of x."""
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def make_norm(kind: NormKind, width: int, *, bias: bool = True) -> nn.Module:
-    """A normalisation by name.
+    """Return a new norm.
 
     Args:
-        kind: none, layer, rms or block.
+        kind: "none", "layer", "rms" or "block".
         width: features.
-        bias: LayerNorm's shift; the others have none.
+        bias: of LayerNorm; the others have none.
 
     Returns:
         The module.

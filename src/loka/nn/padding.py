@@ -1,8 +1,10 @@
-"""Zeros for the padding of an nn.TransformerEncoder whose packing was switched off.
+"""Zero the padding in the output of an nn.TransformerEncoder whose nested tensors were disabled.
 
-In eval mode, without gradients and not compiled, nn.TransformerEncoder packs a padded batch into a nested tensor for its fused kernel and returns zeros where the padding was. An encoder in
-which something was converted or modified takes the ordinary path, which leaves other numbers there; a model that then averages over positions would have another result in eval mode. So
-what comes out of its last layer is zeroed wherever torch would have packed. Only nn.TransformerEncoder.forward packs: a loop of somebody's own over the same layers gets what they give.
+In eval mode, without gradients and not compiled, nn.TransformerEncoder packs a padded batch into a nested tensor for
+its fused kernel and returns zeros for the padding. An encoder in which something was converted or modified takes the
+ordinary path, which returns other values there, and a model that averages over positions would change its result. So
+the output of the last layer is zeroed whenever torch would have packed. Only nn.TransformerEncoder.forward packs: a
+custom loop over the same layers is not affected.
 """
 
 import sys
@@ -13,27 +15,27 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-HANDS_ON = "loka_hands_on"  # on a function mode of ours: the model that was not converted runs without it
+HANDS_ON = "loka_hands_on"  # attribute of our function modes, under which only converted models run
 
 
 class ZeroPadding:
     """A forward hook, with keyword arguments, for the last layer of an encoder.
 
     Args:
-        encoder: packed its batches (`use_nested_tensor`) before.
+        encoder: an encoder that packed its batches before (`use_nested_tensor`).
 
     Example:
         >>> encoder.layers[-1].register_forward_hook(ZeroPadding(encoder), with_kwargs=True)
     """
 
     with_kwargs = True
-    loka_sees_chains = True  # it changes what leaves the layer, which is no part of a chain
+    loka_sees_chains = True  # the output of the layer is not part of a chain
 
     def __init__(self, encoder: nn.TransformerEncoder) -> None:
         self.checks_mask = bool(getattr(encoder, "mask_check", True))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Zeros for the padding, under the conditions of nn.TransformerEncoder.forward."""
+        """Zero the padding if nn.TransformerEncoder.forward would have packed the batch."""
         padding = kwargs.get("src_key_padding_mask")
         if torch.compiler.is_compiling() or module.training or not isinstance(padding, Tensor) or not isinstance(output, Tensor):  # fmt: skip
             return output
@@ -47,14 +49,17 @@ class ZeroPadding:
             or not _is_run_by_encoder(module)
         ):
             return output
-        padding = padding if padding.dtype == torch.bool else padding != 0  # the encoder makes 0 and -inf of it
+        padding = padding if padding.dtype == torch.bool else padding != 0  # the encoder turns a mask into 0 and -inf
         if self.checks_mask and not torch._nested_tensor_from_mask_left_aligned(output, padding.logical_not()):
             return output
         return output.masked_fill(padding.unsqueeze(-1), 0.0)
 
 
 def _is_run_by_encoder(layer: nn.Module) -> bool:
-    """Whether torch's own forward of an encoder is running this layer as its last. The frames know, whatever happens in between: a subclass, an exception, threads, a wrapper of the layer."""
+    """Check whether nn.TransformerEncoder.forward is running this layer as its last.
+
+    The stack frames tell reliably, whatever is in between: a subclass, an exception, threads, a wrapper of the layer.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.TransformerEncoder.forward.__code__:

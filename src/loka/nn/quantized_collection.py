@@ -1,10 +1,11 @@
-"""TorchRec's quantised EmbeddingBagCollection, read into tables of ours.
+"""Convert TorchRec's quantized EmbeddingBagCollection to tables of this package.
 
-    tables = take_quantized(collection)                      # the same values, float32
-    tables = take_quantized(collection, rows="int8:row")     # rounded once more, to our rows, and said so
+    tables = take_quantized(collection)                      # the same values, in float32
+    tables = take_quantized(collection, rows="int8:row")     # rounded again, to our row format
 
-TorchRec's int8 and int4 rows are u * scale + shift, with 16-bit scale and shift inside the row; ours have a scale alone. No row format of ours holds those values exactly but float32, so that is the
-default; another format is rounded to nearest, and `worst_error` of each table says by how much, beside the largest value.
+TorchRec's int8 and int4 rows are u * scale + shift, with a 16-bit scale and shift inside the row; ours have only a
+scale. Of our row formats only float32 can hold those values exactly, so it is the default. Other formats are rounded to
+nearest, and `worst_error` of each table is the largest change.
 """
 
 from typing import Any
@@ -16,17 +17,17 @@ from loka.nn.tables import EmbeddingBag
 
 
 def take_quantized(collection: Any, *, rows: str = "float32") -> dict[str, EmbeddingBag]:
-    """The tables of a quantised collection as frozen tables of ours.
+    """Return the tables of a quantized collection as frozen tables of this package.
 
     Args:
         collection: a `torchrec.quant.embedding_modules.EmbeddingBagCollection`.
-        rows: format of the rows; only float32 keeps the values as they are.
+        rows: format of the rows; only float32 keeps the exact values.
 
     Returns:
         A table for each name, with the pooling of the collection; `worst_error` is the largest change of an element.
 
     Raises:
-        ValueError: the collection is not TorchRec's quantised one, or has rows of another kind; with every reason.
+        ValueError: the collection is not TorchRec's quantized one, or has rows of an unsupported type.
 
     Example:
         >>> tables = take_quantized(quantized_ebc, rows="int8:row")
@@ -46,12 +47,12 @@ def take_quantized(collection: Any, *, rows: str = "float32") -> dict[str, Embed
 
 
 def dequantize_collection(collection: Any) -> dict[str, Tensor]:
-    """The values of the tables of a quantised collection, as `take_quantized` takes it: float32 [rows, width] by name."""
+    """Return the dequantized tables of a collection, float32 [rows, width] by name."""
     modules = getattr(collection, "_emb_modules", None)
     if modules is None or not all(hasattr(module, "split_embedding_weights") for module in modules):
         raise ValueError(
-            f"expected TorchRec's quantised EmbeddingBagCollection, got {type(collection).__name__}; "
-            "hint: of an unquantised one loka.nn.tables.quantize_tables(model)"
+            f"expected TorchRec's quantized EmbeddingBagCollection, got {type(collection).__name__}; "
+            "hint: for an unquantized one use loka.nn.tables.quantize_tables(model)"
         )
     found: dict[str, Tensor] = {}
     problems: list[str] = []

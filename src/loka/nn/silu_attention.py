@@ -1,7 +1,8 @@
-"""HSTU's attention as a named module without parameters: silu(Q K^T + bias) V over ragged rows, by a kernel of the registry.
+"""HSTU's attention as a module without parameters: silu(Q K^T + bias) V over ragged rows, by a kernel of the registry.
 
-"auto" takes the first backend that can run the operands, and the module says which one it was and why others refused (`chosen`, `refusals`); where that
-is the reference on a GPU, the registry warns. A backend named and unable raises with its reason: nothing runs in its place.
+"auto" picks the first backend that supports the operands; `chosen` is its name and `refusals` says why others refused.
+If it is the reference on a GPU, the registry warns. A backend that is named explicitly and does not support the
+operands raises; there is no fallback.
 """
 
 from typing import Any, Literal, get_args
@@ -22,10 +23,10 @@ class SiluAttention(nn.Module):
     """The attention product; sums are divided by `max_length`.
 
     Args:
-        max_length: no row is longer.
-        backend: "auto", or a backend of the registry's `attention`.
+        max_length: maximum length of a row.
+        backend: "auto", or a backend of `attention`.
 
-    `chosen` is the backend that the latest call ran, and `refusals` what those before it said; both are kept by calls that are not being compiled.
+    `chosen` and `refusals` are those of the latest call that was not compiled.
 
     Example:
         >>> seen = SiluAttention(200)(q, k, v, offsets, position_bias, None, None, None)
@@ -41,7 +42,7 @@ class SiluAttention(nn.Module):
         attention.load()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What is unpickled may be compiled at once."""
+        """Load the kernels: the next call may be compiled."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         attention.load()
 
@@ -77,6 +78,6 @@ class SiluAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Length, and the backend that was asked for and that ran."""
+        """Return the maximum length, and the requested and the actual backend."""
         ran = f", ran {self.chosen}" if self.chosen and self.chosen != self.backend else ""
         return f"{self.max_length}, backend={self.backend}{ran}"

@@ -1,12 +1,14 @@
-"""The optimiser of low-precision tables: gradients of lookups in, rows updated in place.
+"""The optimizer of low-precision tables, which updates rows in place.
 
     optimizer = TableOptimizer(model, Rule("rowwise_adagrad", lr=0.02), seed=0)
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-It is a torch optimiser over the tables' anchors, so that learning-rate schedules, `state_dict` and a trainer's loop work; its state holds the codes and scales themselves beside the
-rule's memory, so that a run resumes bit for bit. Several backward passes before a step add up.
+It is a torch optimizer over the tables' anchors, so learning-rate schedules, `state_dict` and training loops work. Its
+state includes the codes and scales, so that a run resumes bit for bit. Several backward passes before a step
+accumulate.
 
-Replicas: where a process group is up, every rank's rows and summed gradients are gathered and averaged, in the order of ranks, so that all replicas make the same update.
+If a process group is initialized, the rows and summed gradients of all ranks are gathered and averaged, in the order of
+ranks, so that all replicas make the same update.
 """
 
 from collections.abc import Callable
@@ -26,15 +28,16 @@ _LIVE = ("data", "scale", "slot", "kept")
 
 
 class TableOptimizer(torch.optim.Optimizer):
-    """Trains the low-precision tables of a model.
+    """An optimizer for the low-precision tables of a model.
 
     Args:
-        model: its `Table` modules are taken, but for those whose `anchor` is frozen.
-        rule: of all tables; its `lr` is the group's, which schedules may change.
+        model: all its `Table` modules are trained, except those with a frozen `anchor`.
+        rule: the update rule of all tables. Its `lr` is the initial one of the parameter group, which schedules may
+            change.
         seed: of stochastic rounding.
-        elect_every: steps between elections of the rows that are kept high, for tables with `hot` above 0.
-        group: of replicas; None: the default group where one is up.
-        replicated: False where other ranks hold other tables, or other rows: nothing is gathered then.
+        elect_every: steps between updates of the set of rows kept in float32, for tables with `hot` above 0.
+        group: process group of the replicas; None for the default group, if initialized.
+        replicated: False if other ranks hold other tables or rows; then nothing is gathered.
 
     Example:
         >>> optimizer = TableOptimizer(model, Rule("rowwise_adagrad", lr=0.02))
@@ -57,7 +60,7 @@ class TableOptimizer(torch.optim.Optimizer):
             why = "; ".join(problems) or ("every table is frozen" if found else "there is none")
             raise ValueError(
                 f"tables that cannot be trained: {why}; rows for training are {', '.join(TRAINABLE)}; "
-                "hint: table.requires_grad_(False) leaves a table as it is"
+                "hint: table.requires_grad_(False) excludes a table"
             )
         self.rule, self.seed, self.elect_every = rule or Rule(), seed, elect_every
         self.group, self.replicated = group, replicated
@@ -76,7 +79,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply what the backward passes since the last step left."""
+        """Apply the gradients of all backward passes since the last step."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,7 +114,7 @@ class TableOptimizer(torch.optim.Optimizer):
         return dist.get_world_size(self.group)
 
     def _gather(self, table: Table) -> Lookup:
-        """The rows and summed gradients of all ranks, averaged as DistributedDataParallel averages."""
+        """Return the rows and summed gradients of all ranks, averaged as by DistributedDataParallel."""
         device, width, world = table.data.device, table.embedding_dim, self._world()
         mine = join(table.pending)
         if mine is None:
@@ -133,29 +136,30 @@ class TableOptimizer(torch.optim.Optimizer):
         return all_rows[real], None, None, "sum", totals[real] / world
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what the backward passes left."""
+        """Drop the gradients of all backward passes since the last step."""
         super().zero_grad(set_to_none)
         for table in self.tables.values():
             table.pending = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Rows included: the tables hold afterwards what they held when the state was taken, bit for bit."""
+        """Restore the state, including the rows of the tables, bit for bit."""
         stored = state_dict["state"]
         if len(stored) != len(self.tables):
-            raise ValueError(f"the state is of {len(stored)} tables, this optimiser has {len(self.tables)}")
+            raise ValueError(f"the state has {len(stored)} tables, this optimizer {len(self.tables)}")
         self.param_groups[0]["lr"] = state_dict["param_groups"][0]["lr"]
-        for number, table in enumerate(self.tables.values()):  # torch's own would cast codes to the anchor's type
+        for number, table in enumerate(self.tables.values()):  # torch's own would cast codes to the anchor's dtype
             held = {key: value.clone() for key, value in stored[number].items()}
             self.state[table.anchor] = held
         self.adopt_state()
 
     def adopt_state(self) -> None:
-        """Make the rows in the state the tables' own, after the state was replaced."""
+        """Copy the rows in the state into the tables, after the state was replaced."""
         for name, table in self.tables.items():
             state = self.state[table.anchor]
             if state["data"].shape != table.data.shape or state["data"].dtype != table.data.dtype:
                 raise ValueError(
-                    f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, the table's {table.data.dtype} {tuple(table.data.shape)}"
+                    f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, "
+                    f"the table's {table.data.dtype} {tuple(table.data.shape)}"
                 )
             table.data.copy_(state["data"])
             if table.scale is not None:
@@ -168,7 +172,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
 
 def join(pending: list[Lookup]) -> Lookup | None:
-    """Several lookups as one: sums, with the factor of a mean as a weight of its items."""
+    """Join several lookups into one of mode "sum", with the factors of means as weights of the items."""
     if not pending:
         return None
     if len(pending) == 1 and pending[0][3] != "mean":

@@ -1,20 +1,22 @@
 """Embedding tables whose rows are stored, and trained, in low precision.
 
-    table = tables.EmbeddingBag(10_000_000, 64, rows="int8:row")          # as nn.EmbeddingBag; one byte an element, one scale a row
-    swapped = tables.quantize_tables(model, rows="int8:row")              # every nn.Embedding and nn.EmbeddingBag of a model
-    optimizer = tables.TableOptimizer(model, Rule("rowwise_adagrad", lr=0.02))
+    table = EmbeddingBag(10_000_000, 64, rows="int8:row")    # as nn.EmbeddingBag; a byte per element, a scale per row
+    names = quantize_tables(model, rows="int8:row")          # replace every nn.Embedding and nn.EmbeddingBag of a model
+    optimizer = TableOptimizer(model, Rule("rowwise_adagrad", lr=0.02))    # of loka.nn.table_optimizer
 
-There is no float32 copy. The backward pass keeps the gradient of the looked-up embeddings (of the size of a batch) until `TableOptimizer.step` applies it: duplicates summed
-first, one step of the rule in float32, stochastic rounding back into the row's format (`loka.kernels.embedding_update`). Small updates that rounding to nearest would lose
-arrive on average.
+There is no float32 copy. Backward keeps the gradient of the looked-up embeddings (of the size of a batch) until
+`TableOptimizer.step` applies it: it sums duplicates, makes one step of the rule in float32, and rounds stochastically
+to the row format (`loka.kernels.embedding_update`), so that small updates, which rounding to nearest would lose, take
+effect on average.
 
     training    int8:row, bfloat16, e4m3:row:pow2 (keep the hottest rows in float32: `hot`), float32
     serving     these, e4m3:row, float16 and int4:row
 
-`state_dict` has the key and the values a float table would have: `weight`, float32. Loading it rounds to nearest; the exact codes and scales are part of the optimiser's state,
-so that a resumed run goes on bit for bit. A fused optimiser has no use for `.grad`: `anchor`, an empty parameter, is what autograd and DistributedDataParallel see.
+The `state_dict` is that of a float table: `weight` in float32. Loading it rounds to nearest; the exact codes and scales
+are part of the optimizer's state, so that a run resumes bit for bit. There is no `.grad`: autograd and
+DistributedDataParallel see `anchor`, a scalar parameter.
 
-Not here: `max_norm`, `scale_grad_by_freq`, `mode="max"`, which are refused; sharding, which is TorchRec's business.
+Not supported: `max_norm`, `scale_grad_by_freq` and `mode="max"`, which raise, and sharding, which TorchRec does.
 """
 
 import zlib
@@ -32,15 +34,15 @@ Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, of
 
 
 class Table(nn.Module):
-    """The rows and what is asked of them. Base of Embedding and EmbeddingBag.
+    """The base class of Embedding and EmbeddingBag.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: their width.
-        rows: their format, e.g. `int8:row`.
-        weight: float values to start from; uniform in +-1/sqrt(width) where None.
-        hot: share of the rows that are kept in float32, the most frequent ones of training; 0 for none.
-        name: tells this table's random numbers from those of others; tables of the same name round alike.
+        num_embeddings: number of rows.
+        embedding_dim: width of a row.
+        rows: format of the rows, e.g. `int8:row`.
+        weight: initial float values; None for uniform in +-1/sqrt(width).
+        hot: share of the rows, the most frequent ones in training, that are kept in float32; 0 for none.
+        name: seeds the random numbers of stochastic rounding; tables of the same name round alike.
         backend: of lookups and updates.
     """
 
@@ -72,39 +74,39 @@ class Table(nn.Module):
         self.anchor = nn.Parameter(torch.zeros((), device=weight.device))
         self.pending: list[Lookup] = []
         store, self.spec = fill_store(weight, rows)
-        self.register_buffer("store", store, persistent=False)  # codes and scales in one: they move together
+        self.register_buffer("store", store, persistent=False)  # codes and scales in one buffer
         self.register_buffer("slot", None, persistent=False)
         self.register_buffer("kept", None, persistent=False)
 
     @property
     def rows(self) -> Rows:
-        """The rows, live."""
+        """The rows; a view."""
         return Rows.in_store(self.store, self.spec, self.embedding_dim, slot=self.slot, hot=self.kept)
 
     @property
     def data(self) -> Tensor:
-        """The codes, live."""
+        """The codes of the rows; a view."""
         return self.rows.data
 
     @property
     def scale(self) -> Tensor | None:
-        """The scales, live; None where rows have none."""
+        """The scales of the rows, a view; None if the format has none."""
         return self.rows.scale
 
     @property
     def weight(self) -> Tensor:
-        """The table as float32: a copy, for reading."""
+        """The table in float32; a copy."""
         return self.rows.dequantize()
 
     @property
     def is_trainable(self) -> bool:
-        """Whether `TableOptimizer` can train it: its format can, and nobody froze the anchor."""
+        """Whether `TableOptimizer` trains it: its format allows it, and the anchor is not frozen."""
         return self.kind in TRAINABLE and self.anchor.requires_grad
 
     def keep_high(self, rows: Tensor) -> None:
-        """Keep these rows in float32 from now on, and no others; the others are rounded to nearest."""
+        """Keep exactly these rows in float32 from now on; those kept before are rounded to nearest."""
         weight = self.weight
-        if self.slot is not None and self.kept is not None:  # back into the table
+        if self.slot is not None and self.kept is not None:  # write them back into the table
             leaving = (self.slot >= 0).nonzero().squeeze(1)
             back = Rows.of(weight[leaving], self.kind)
             self.data[leaving] = back.data
@@ -115,16 +117,16 @@ class Table(nn.Module):
         self.slot, self.kept = slot, weight[rows].contiguous()
 
     def witnesses(self) -> list[Tensor]:
-        """Float tensors that hold a NaN or Inf where the table does."""
+        """Return float tensors that have a NaN or Inf if the table has one."""
         parts = [t for t in (self.scale, self.kept) if t is not None]
         if self.spec is None:
             parts.append(self.data)
-        elif self.spec.format.has_nan:  # a byte of all ones but the sign
+        elif self.spec.format.has_nan:  # all bits set, except for the sign
             parts.append(torch.where((self.data.view(torch.uint8) & 0x7F).amax() == 0x7F, torch.nan, 0.0).view(1))
         return [part for part in parts if part.numel()]
 
     def look_up(self, indices: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str) -> Tensor:
-        """Rows, pooled or single, with a gradient where one is wanted."""
+        """Return rows, pooled or single, with a gradient if one is needed."""
         wanted = torch.is_grad_enabled() and self.is_trainable
         if not wanted and not (weights is not None and weights.requires_grad):
             return embedding_bag(self.rows, indices, offsets, weights=weights, mode=mode, backend=self.backend)
@@ -132,7 +134,7 @@ class Table(nn.Module):
         return result
 
     def pool(self, indices: Tensor, offsets: Tensor, *, mode: str = "mean") -> Tensor:
-        """Bags offsets[b] to offsets[b + 1] of indices, [B, D]."""
+        """Pool the bags indices[offsets[b] : offsets[b + 1]] -> [B, D]."""
         return self.look_up(indices, offsets, None, mode)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -166,7 +168,7 @@ class Table(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """A lookup whose gradient is kept for the optimiser instead of becoming a dense one."""
+    """A lookup whose gradient is kept for the optimizer instead of becoming a dense one."""
 
     @staticmethod
     def forward(
@@ -201,9 +203,9 @@ class Embedding(Table):
     """`nn.Embedding` with low-precision rows.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: their width.
-        padding_idx: a row that gets no gradient.
+        num_embeddings: number of rows.
+        embedding_dim: width of a row.
+        padding_idx: a row without gradient.
         options: of Table: `rows`, `weight`, `hot`, `name`, `backend`.
 
     Example:
@@ -211,7 +213,7 @@ class Embedding(Table):
         torch.Size([2, 2, 64])
     """
 
-    sparse = False  # its gradient never is a tensor
+    sparse = False  # the weight has no gradient tensor
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **options: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, **options)
@@ -221,7 +223,7 @@ class Embedding(Table):
         """Ids of any shape -> [..., D]."""
         flat = input.reshape(-1)
         out = self.look_up(flat, None, None, "item")
-        if self.padding_idx is not None:  # its values stay, its gradient is cut
+        if self.padding_idx is not None:  # keep its values, detach its gradient
             padding = (flat == self.padding_idx).unsqueeze(1)
             out = torch.where(padding, out.detach(), out)
         return out.view(*input.shape, self.embedding_dim)
@@ -231,11 +233,11 @@ class EmbeddingBag(Table):
     """`nn.EmbeddingBag` with low-precision rows.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: their width.
-        mode: `sum` or `mean`.
+        num_embeddings: number of rows.
+        embedding_dim: width of a row.
+        mode: "sum" or "mean".
         include_last_offset: whether offsets end with the number of items.
-        padding_idx: a row that counts in no bag.
+        padding_idx: a row that bags ignore.
         options: of Table: `rows`, `weight`, `hot`, `name`, `backend`.
 
     Example:
@@ -257,7 +259,7 @@ class EmbeddingBag(Table):
         **options: Any,
     ) -> None:
         if mode not in ("sum", "mean"):
-            raise ValueError(f"bags are pooled by sum or mean, not {mode!r}; max has no gradient for all its items")
+            raise ValueError(f"mode={mode!r}: expected 'sum' or 'mean'")
         super().__init__(num_embeddings, embedding_dim, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
         self.padding_idx = _positive(padding_idx, num_embeddings)
@@ -295,7 +297,7 @@ def _positive(padding_idx: int | None, rows: int) -> int | None:
 
 
 def hottest(counts: Tensor, share: float) -> Tensor:
-    """The numbers of the most frequent rows, ascending; of equally frequent ones the first."""
+    """Return the indices of the most frequent rows in ascending order; of equally frequent ones the first."""
     wanted = round(share * len(counts))
     return counts.sort(descending=True, stable=True).indices[:wanted].sort().values
 
@@ -307,19 +309,19 @@ def quantize_tables(
     hot: float = 0.0,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> list[str]:
-    """Swap the embedding tables of a model, in place, for low-precision ones with the same values, rounded.
+    """Replace the embedding tables of a model, in place, by low-precision ones with the same values, rounded.
 
     Args:
-        model: any module; TorchRec's unsharded EmbeddingBagCollection included.
+        model: any module, including TorchRec's unsharded EmbeddingBagCollection.
         rows: format of the rows.
         hot: share of rows kept in float32.
-        filter_fn: (module, name) -> whether to swap; all where None.
+        filter_fn: (module, name) -> whether to replace it; None for all.
 
     Returns:
-        The names of the swapped modules.
+        The names of the replaced modules.
 
     Raises:
-        ValueError: a table asks for what low-precision rows cannot do, or its weight is shared; nothing was swapped then.
+        ValueError: a table uses a feature that is not supported, or its weight is shared. Nothing was replaced.
 
     Example:
         >>> quantize_tables(model, rows="int8:row")
@@ -340,7 +342,7 @@ def quantize_tables(
 
 
 def refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[str]:
-    """What a table asks for that low-precision rows cannot do; nothing where it can be swapped."""
+    """Return why a table cannot be replaced by one with low-precision rows; empty if it can."""
     problems = []
     if module.max_norm is not None:
         problems.append("max_norm rescales rows when they are looked up")

@@ -1,10 +1,9 @@
-"""Style, and the MLP tower: rows of Linear -> norm -> activation with every part a named child.
+"""Style, and the MLP tower: layers of linear -> norm -> activation, each part a child with a fixed name.
 
     y = W_L a_{L-1} (+ b),   a_i = activation(norm(W_i a_{i-1} (+ b)))
 
-The names are a contract: `tower.layers.0.linear`, `.norm`, `.activation`, and `tower.last` for the linear without norm or activation. A
-tool that swaps linears or fuses linear + norm + activation finds the three parts of one layer side by side. Norm order is always
-linear, norm, activation: the order a fused epilogue computes.
+The names are a contract: `tower.layers.0.linear`, `.norm`, `.activation`, and `tower.last` for the linear without norm
+and activation. The order linear, norm, activation is that of a fused epilogue.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from loka.nn.norm import NormKind, make_norm
 
 @dataclass(frozen=True)
 class Style:
-    """The switches every model shares; changing one is a flag, not a fork.
+    """Options that all models share.
 
     Args:
         norm: the norms between blocks.
         activation: of hidden layers.
-        bias: biases of linears and norms (the final prediction layer always keeps its own).
+        bias: whether linears and norms have biases (the final prediction layer always has one).
         tower_norm: the norms inside MLP towers, after each hidden linear.
         dropout: after each hidden layer.
 
@@ -40,7 +39,7 @@ class Style:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what `make_norm` and `make_activation` would refuse later."""
+        """Validate the options early."""
         for name, value, kinds in (
             ("norm", self.norm, get_args(NormKind)),
             ("tower_norm", self.tower_norm, get_args(NormKind)),
@@ -72,11 +71,11 @@ class MLP(nn.Module):
     """Hidden layers of the given widths, then one plain linear.
 
     Args:
-        width_in: features of the input.
+        width_in: input features.
         hidden: widths of the hidden layers.
-        width_out: of the last linear; None: the last hidden layer is the output.
+        width_out: width of the last linear; None if the last hidden layer is the output.
         style: norms, activation, biases.
-        last_bias: of the last linear; None: as the style.
+        last_bias: bias of the last linear; None for the style's.
 
     Example:
         >>> MLP(64, [128, 128], 1)(torch.randn(4, 64)).shape
@@ -113,12 +112,12 @@ class MLP(nn.Module):
 
 
 def make_head(width_in: int, hidden: Sequence[int], labels: int, style: Style) -> MLP:
-    """The tower that ends a ranking model in logits; its last linear keeps its bias whatever the style says.
+    """Return the prediction tower of a ranking model. Its last linear has a bias whatever the style says.
 
     Args:
-        width_in: features.
+        width_in: input features.
         hidden: widths of the hidden layers.
-        labels: logits.
+        labels: number of logits.
         style: of the model.
 
     Returns:

@@ -1,10 +1,11 @@
-"""Wrappers around a model, seen through: one answer for Probe, mods, convert and Guard.
+"""See through wrappers around a model; used by Probe, mods, convert and Guard.
 
-    unwrap(model)         the user's module inside DistributedDataParallel, torch.compile and TorchRec's DistributedModelParallel
-    plain_name(name)      a module's or parameter's name without the segments that wrappers put into it
-    named_sites(model)    every module under its plain name, so that a plan made on a wrapped model fits the plain one and the other way round
+    unwrap(model)         the module inside DistributedDataParallel, torch.compile, TorchRec's DistributedModelParallel
+    plain_name(name)      a module's or parameter's name without the segments that wrappers add
+    named_sites(model)    every module under its plain name, so that plans fit wrapped and unwrapped models alike
 
-FSDP2 (`fully_shard`) changes classes in place and adds no name, so there is nothing to unwrap. FSDP1 flattens parameters, which hides the weights: it is refused.
+FSDP2 (`fully_shard`) changes classes in place and adds no names, so there is nothing to unwrap. FSDP1 flattens
+parameters, which hides the weights, and is not supported.
 """
 
 from collections.abc import Iterator
@@ -12,19 +13,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-# What wrappers register the wrapped module as. `module` alone is a common name in users' models: it counts only where DDP is the parent (see `unwrap`).
+# The names under which wrappers register the wrapped module. DDP's `module` is a common name in users' models, so it
+# only counts if the parent is DDP (see `_without_ddp`).
 WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
-LENT = "loka_lent"  # on a module: names of parameters that a child computes with in its place, and has registered too
+LENT = "loka_lent"  # attribute of a module: names of its parameters that a child registers and computes with instead
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside any stack of wrappers.
+    """Return the user's own module inside any stack of wrappers.
 
     Args:
-        model: a module, wrapped by DistributedDataParallel, torch.compile or TorchRec's DistributedModelParallel, in any order, or not wrapped.
+        model: a module, wrapped in any order by DistributedDataParallel, torch.compile and TorchRec's
+            DistributedModelParallel, or not wrapped.
 
     Returns:
-        The innermost module; `model` itself where nothing wraps it.
+        The innermost module; `model` itself if it is not wrapped.
 
     Raises:
         ValueError: FSDP1 wraps a part of it.
@@ -54,15 +57,15 @@ def _wrapped_by(model: nn.Module) -> nn.Module | None:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether TorchScript runs a module: it takes no hooks, and what it calls can be neither watched nor converted."""
+    """Check whether TorchScript runs a module: then its calls can be neither hooked nor converted."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def plain_name(name: str) -> str:
-    """A dotted name without the segments of wrappers inside the model (a block compiled or checkpointed on its own).
+    """Remove the segments of wrappers from a name, for blocks that are compiled or checkpointed individually.
 
     Args:
-        name: as `named_modules` or `named_parameters` spell it.
+        name: as in `named_modules` or `named_parameters`.
 
     Returns:
         The name in the unwrapped model.
@@ -75,14 +78,14 @@ def plain_name(name: str) -> str:
 
 
 def named_sites(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Every module of a model under its plain name, shared ones under each of their names.
+    """Yield every module of a model under its plain name, shared ones under each of their names.
 
     Args:
         model: wrapped or not.
-        once: shared ones under their first name alone.
+        once: yield shared ones only under their first name.
 
     Returns:
-        Pairs of name and module, in the order of `named_modules`; wrappers themselves are left out.
+        Pairs of name and module, in the order of `named_modules`, without the wrappers themselves.
 
     Example:
         >>> [name for name, module in named_sites(DistributedDataParallel(model)) if isinstance(module, nn.Linear)]
@@ -94,7 +97,7 @@ def named_sites(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, 
 
 
 def _without_ddp(model: nn.Module, name: str) -> str:
-    """DDP around a part of a model registers it as `module`, a name that users give too: ask the parent."""
+    """Return the plain name, also without `module` where the parent is DDP; users may use that name too."""
     if ".module" not in f".{name}":
         return plain_name(name)
     kept: list[str] = []
@@ -107,7 +110,10 @@ def _without_ddp(model: nn.Module, name: str) -> str:
 
 
 def own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters that a module itself computes with, less what it has lent to a child (`LENT`), so that one met in two modules is shared. Children are not looked at."""
+    """Yield the parameters that a module itself computes with, without those of its children or lent to one (`LENT`).
+
+    A parameter that two modules yield is therefore shared.
+    """
     lent = getattr(module, LENT, ())
     for name, parameter in module._parameters.items():
         if parameter is not None and name not in lent:

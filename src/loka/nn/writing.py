@@ -1,7 +1,7 @@
-"""Whether a torch function may change a tensor that is there already: what a function mode must know that remembers tensors.
+"""Detect torch functions that write to an existing tensor, for function modes that cache tensors.
 
-A second fence, not the only one: in compiled code a mode sees arguments as they were written (`F.elu(x, 1.0, True)`), and some functions (`torch._foreach_mul_`) not at all. Whoever remembers tensors there has
-looked before, in eager mode on the example, whether the versions of tensors change.
+This is a second line of defense: in compiled code a mode does not see all functions (`torch._foreach_mul_`). Callers
+also check in eager mode, on an example, that the versions of the tensors do not change.
 """
 
 import inspect
@@ -13,25 +13,20 @@ _AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordi
 
 
 def writes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function may change a tensor that is there already.
+    """Check whether a call, as a function mode sees it, may write to an existing tensor.
 
-    Args:
-        func: as torch hands it to a function mode.
-        args: of the call.
-        kwargs: of the call.
-
-    Returns:
-        True for in-place functions by their name, for `inplace=True` by name or by place, for `out=`, and for custom ops whose schema says so.
+    True for in-place functions by their name, for `inplace=True` as a keyword or positional argument, for `out=`, and
+    for custom ops whose schema says so.
     """
     if kwargs.get("inplace") or kwargs.get("out") is not None or _is_inplace(func):
         return True
-    at = _place_of_inplace(func)
+    at = _inplace_position(func)
     return at >= 0 and len(args) > at and bool(args[at])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _place_of_inplace(func: Any) -> int:
-    """Which positional argument says `inplace`; -1 where there is none."""
+def _inplace_position(func: Any) -> int:
+    """Return the position of the argument `inplace`, or -1."""
     try:
         names = list(inspect.signature(func).parameters)
     except (TypeError, ValueError):  # not written in Python
@@ -41,7 +36,7 @@ def _place_of_inplace(func: Any) -> int:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_inplace(func: Any) -> bool:
-    """By its name: `mul_`, `*=`, `z[...] =`, `z.data =`; or by its schema."""
+    """Check by the name (`mul_`, `*=`, `z[...] =`, `z.data =`) or the schema whether a function writes in place."""
     schemas = [getattr(func, "_schema", None)]
     if isinstance(func, torch._ops.OpOverloadPacket):
         schemas = [getattr(func, name)._schema for name in func.overloads()]  # type: ignore[no-untyped-call]

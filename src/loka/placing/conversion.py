@@ -70,17 +70,17 @@ def convert(
     """Convert a model to low precision in place, by a plan or by one recipe for all linears.
 
     Args:
-        model: Any nn.Module, wrapped or not.
-        plan: What to run where, from `report.plan()`, `loka.tune` or `loka.Plan.load`. It is applied completely or not
+        model: any nn.Module, wrapped or not.
+        plan: what to run where, from `report.plan()`, `loka.tune` or `loka.Plan.load`. It is applied completely or not
             at all.
-        recipe: Instead of a plan, one recipe for all linears: tensorwise, rowwise, rowwise_with_gw_hp or blockwise.
-        freeze: Prepare the model for serving: eval mode, no gradients, weights quantized once. Chains must have scales;
+        recipe: instead of a plan, one recipe for all linears: tensorwise, rowwise, rowwise_with_gw_hp or blockwise.
+        freeze: prepare the model for serving: eval mode, no gradients, weights quantized once. Chains must have scales;
             a plan made from measurements contains them.
-        module_filter_fn: With a recipe, convert only the linears for which `module_filter_fn(module, name)` is true.
-        backend: The GEMM backend. Defaults to `auto` with a recipe, and to the backends the plan names with a plan. A
+        module_filter_fn: with a recipe, convert only the linears for which `module_filter_fn(module, name)` is true.
+        backend: the GEMM backend. Defaults to `auto` with a recipe, and to the backends the plan names with a plan. A
             plan that names `reference`, which is emulation, is rejected on a GPU unless a backend is given.
-        options: Settings of individual linears other than their GEMMs: scales, saved activations, weight cache.
-        example: An input of the model (a tuple is *args, a dict **kwargs). The plan is tried on it, mods may trace it,
+        options: settings of individual linears other than their GEMMs: scales, saved activations, weight cache.
+        example: an input of the model (a tuple is *args, a dict **kwargs). The plan is tried on it, mods may trace it,
             and the low-precision share of the model's GEMM FLOPs is counted. With `freeze`, it also lets chains that
             read the same tensor share one quantized copy. Without it, a plan made for a different architecture with
             the same names and shapes is only detected by the first forward, which raises.
@@ -89,7 +89,7 @@ def convert(
         The record of what runs where, what was kept in high precision, and why.
 
     Raises:
-        ValueError: The plan does not fit this model or device. The message has every reason; nothing was changed.
+        ValueError: the plan does not fit this model or device. The message has every reason; nothing was changed.
 
     Example:
         >>> print(loka.convert(model, loka.Plan.load("plan.json")))
@@ -256,15 +256,15 @@ def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
     """Prepare a converted model for serving, in place: eval mode, no gradients, weights quantized once.
 
     Args:
-        model: A converted model, wrapped or not. Its chains must have scales: from a plan made from measurements, from
+        model: a converted model, wrapped or not. Its chains must have scales: from a plan made from measurements, from
             training, or from `calibrating`.
-        offload: Move the 16-bit weights of chains, which serving does not need, to the host.
+        offload: move the 16-bit weights of chains, which serving does not need, to the host.
 
     Returns:
         The number of linears that run on quantized weights.
 
     Raises:
-        ValueError: A chain has no scales yet.
+        ValueError: a chain has no scales yet.
 
     Example:
         >>> loka.placing.freeze_model(model)
@@ -366,15 +366,15 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
     Tables that the plan stored in fewer bits come back with their rounded rows.
 
     Args:
-        model: A converted model, wrapped or not.
-        discard: Names of architecture mods applied by the plan. Reverting loses what was trained in them, so each
+        model: a converted model, wrapped or not.
+        discard: names of architecture mods applied by the plan. Reverting loses what was trained in them, so each
             must be named here.
 
     Returns:
         The number of linears that were converted.
 
     Raises:
-        ValueError: The plan applied mods that change the architecture, and `discard` does not name them; or modules
+        ValueError: the plan applied mods that change the architecture, and `discard` does not name them; or modules
             hold only FP8 weights, from which the originals cannot be restored. Nothing was changed.
 
     Example:

@@ -29,13 +29,13 @@ def plan_everything(
     """Return a plan that runs every chain in FP8, whatever its error or speed; the plan form of `loka.mods.Fuse`.
 
     Args:
-        model: A model that is not converted. It is run on the example and left unchanged.
-        example: One input; a tuple is *args, a dict **kwargs.
-        mods: Mods to apply first, in their string form: "no_bias", "block_norm", "hard_swish".
-        serving: Plan for inference: dropout is ignored, and scales come from the example.
-        linears: Also take standalone linears at least this wide; 0 takes none. Those that no chain can hold, because
+        model: a model that is not converted. It is run on the example and left unchanged.
+        example: one input; a tuple is *args, a dict **kwargs.
+        mods: mods to apply first, in their string form: "no_bias", "block_norm", "hard_swish".
+        serving: plan for inference: dropout is ignored, and scales come from the example.
+        linears: also take standalone linears at least this wide; 0 takes none. Those that no chain can hold, because
             they are called several times, run with the `rowwise` recipe.
-        gradient: How gradients are scaled; None picks per chain, see `loka.units.discover`.
+        gradient: how gradients are scaled; None picks per chain, see `loka.units.discover`.
 
     Returns:
         A plan whose notes say that nothing was measured.

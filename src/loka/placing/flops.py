@@ -32,11 +32,11 @@ def low_precision_share(
     """Return the low-precision share of the GEMM FLOPs of one step on `example`.
 
     Args:
-        model: Not converted yet.
-        example: A tensor, a tuple or dict of arguments, one argument of any other kind, or a function without
+        model: not converted yet.
+        example: a tensor, a tuple or dict of arguments, one argument of any other kind, or a function without
             arguments that runs the model itself.
-        bindings: The linears that will be bound, by name.
-        whole: Linears all of whose GEMMs run in low precision: those in a chain.
+        bindings: the linears that will be bound, by name.
+        whole: linears all of whose GEMMs run in low precision: those in a chain.
     """
     modules = dict(named_sites(model))
     low = 0.0

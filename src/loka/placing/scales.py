@@ -31,7 +31,7 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of remembered scales, to be saved along with a checkpoint. Empty if all scales are dynamic.
 
     Args:
-        model: A converted model, wrapped or not.
+        model: a converted model, wrapped or not.
 
     Returns:
         Tensors named `site/operand/part`.
@@ -46,8 +46,8 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Restore what `scale_state` returned. Raise a ValueError naming the differences if the conversions differ.
 
     Args:
-        model: A model converted like the one the state was taken from.
-        state: What `scale_state` returned.
+        model: a model converted like the one the state was taken from.
+        state: what `scale_state` returned.
 
     Example:
         >>> loka.load_scale_state(model, safetensors.torch.load_file("scales.safetensors"))
@@ -70,7 +70,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
     If the block raises, the earlier scales are restored.
 
     Args:
-        model: A model converted with static scales or with chains.
+        model: a model converted with static scales or with chains.
 
     Returns:
         A context manager.

@@ -43,14 +43,14 @@ class Discovered:
     """The chains of a model, and the reason for every linear that is in none.
 
     Args:
-        units: Chains, in the order they run.
-        alone: Linears that are in no chain, with the reason.
-        by_themselves: Those of `alone` that cannot be in a chain but can be converted individually: they are called
+        units: chains, in the order they run.
+        alone: linears that are in no chain, with the reason.
+        by_themselves: those of `alone` that cannot be in a chain but can be converted individually: they are called
             several times, have hooks, or share their weight.
-        rows: For every linear that was called, the rows of each call.
-        ends: For the last linear of every chain, why the chain ends there.
-        tables: The embedding tables in their current format.
-        collectives: What the ranks of this model would send each other, in its current format.
+        rows: for every linear that was called, the rows of each call.
+        ends: for the last linear of every chain, why the chain ends there.
+        tables: the embedding tables in their current format.
+        collectives: what the ranks of this model would send each other, in its current format.
     """
 
     units: list[UnitPlan] = field(default_factory=list)
@@ -83,13 +83,13 @@ def discover(
     """Find the units of a model.
 
     Args:
-        model: Any nn.Module, wrapped or not.
-        example: One input; a tuple is *args, a dict **kwargs. Models of this package need none. `Steps` run the model
+        model: any nn.Module, wrapped or not.
+        example: one input; a tuple is *args, a dict **kwargs. Models of this package need none. `Steps` run the model
             with their own functions, for models that take more than one path.
-        serving: Find units for inference, where dropout has no effect and does not end a chain.
-        narrow: Linears with fewer inputs or outputs are not put in chains.
-        linears: Make a standalone linear a unit if it has at least this many inputs and outputs; 0 for never.
-        gradient: How gradients are scaled. None means `delayed` for chains whose kernels write quantized gradients,
+        serving: find units for inference, where dropout has no effect and does not end a chain.
+        narrow: linears with fewer inputs or outputs are not put in chains.
+        linears: make a standalone linear a unit if it has at least this many inputs and outputs; 0 for never.
+        gradient: how gradients are scaled. None means `delayed` for chains whose kernels write quantized gradients,
             where a known scale saves a pass over the data, and `tensor` for the others.
         module_filter_fn: `f(module, name)`; linears for which it is false are not taken.
 
@@ -97,7 +97,7 @@ def discover(
         The chains, and why the other linears are in none.
 
     Raises:
-        ValueError: The model fails on the example, or there is none.
+        ValueError: the model fails on the example, or there is none.
 
     Example:
         >>> print(discover(model, batch))
@@ -314,7 +314,7 @@ class _Search:
         if again and norm_kind(module, state.linear.out_features) is not None:
             return f"{where} is used more than once"
         if isinstance(module, nn.BatchNorm1d) and (not self.serving or len(self.flow.shapes[value]) != 2):
-            what = "normalises by the batch in training" if not self.serving else "normalises along another dimension"
+            what = "normalizes by the batch in training" if not self.serving else "normalizes along another dimension"
             return f"{where} ({type(module).__name__}) {what}"
         return state.take(reader.site, module, serving=self.serving, caller=reader.inside if again else None)
 

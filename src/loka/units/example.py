@@ -16,8 +16,8 @@ class Example:
     """The arguments of one call of a model.
 
     Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        args: positional arguments.
+        kwargs: keyword arguments.
 
     Example:
         >>> loka.units.discover(model, Example((dense, sparse), {"mask": mask}))
@@ -32,7 +32,7 @@ class Steps:
     """Functions that run a model, one per batch. Each call they make of the model or its parts serves as an example.
 
     Args:
-        runs: Functions without arguments.
+        runs: functions without arguments.
 
     Example:
         >>> loka.units.discover(model, Steps(tuple(partial(train_step, batch) for batch in batches)))
@@ -53,15 +53,15 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
     """Return the arguments of the first call that `run` makes of the model.
 
     Args:
-        model: Any module.
-        run: A function that calls it.
-        stop: Stop `run` as soon as the model's forward has run.
+        model: any module.
+        run: a function that calls it.
+        stop: stop `run` as soon as the model's forward has run.
 
     Returns:
         A copy of the arguments.
 
     Raises:
-        NotCalledError: The model itself was not called, though parts of it may have been.
+        NotCalledError: the model itself was not called, though parts of it may have been.
 
     Example:
         >>> example = loka.units.capture_example(model, lambda: trainer.step(batch), stop=True)

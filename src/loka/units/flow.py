@@ -126,7 +126,7 @@ class Unknown:
     """The result of `record` when it fails.
 
     Args:
-        reason: Why the flow could not be recorded.
+        reason: why the flow could not be recorded.
 
     Example:
         >>> isinstance(loka.units.record(model, example), Unknown)
@@ -139,11 +139,11 @@ def channels_kept(flow: Flow, call: Call, value: int, width: int, *, shift: bool
     """Check whether a call only moves whole rows of channels, so that an affine map per channel commutes with it.
 
     Args:
-        flow: The flow that contains the call.
-        call: The call that reads the value.
-        value: The number of the tensor with the channels.
-        width: The number of channels per row.
-        shift: Whether the map adds a constant; dropout commutes only with a product.
+        flow: the flow that contains the call.
+        call: the call that reads the value.
+        value: the number of the tensor with the channels.
+        width: the number of channels per row.
+        shift: whether the map adds a constant; dropout commutes only with a product.
     """
     last = flow.shapes[call.outputs[0]][-1:] if call.outputs else ()
     if call.site is not None and call.op in ("Flatten", "Unflatten"):
@@ -215,10 +215,10 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
     """Run the model on an example and record its data flow.
 
     Args:
-        model: Any module. Its mode, buffers and attributes and the random state are restored afterwards.
-        example: One input; a tuple is *args, a dict **kwargs. Without one, a model with `example_inputs()`, as the
+        model: any module. Its mode, buffers and attributes and the random state are restored afterwards.
+        example: one input; a tuple is *args, a dict **kwargs. Without one, a model with `example_inputs()`, as the
             models of this package have it, is run on the meta device.
-        training: Run in training mode.
+        training: run in training mode.
 
     Returns:
         The flow, or Unknown with the reason if the model fails on the example or there is none.
@@ -242,9 +242,9 @@ def record_steps(model: nn.Module, run: Callable[[], Any], *, training: bool = F
     """Run a function that calls a model or its parts, and record the data flow.
 
     Args:
-        model: Any module; restored afterwards, as by `record`.
-        run: Calls the model, any number of times, or its parts.
-        training: Run in training mode.
+        model: any module; restored afterwards, as by `record`.
+        run: calls the model, any number of times, or its parts.
+        training: run in training mode.
 
     Returns:
         A flow for every call of the model, and one for all calls of its parts outside of these; operations between

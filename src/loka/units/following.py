@@ -47,8 +47,8 @@ class Following:
                 return why
         elif (kind := norm_kind(module, self.linear.out_features)) is not None:
             if self.norm != "none" or self.activation != "none":
-                return f"{site} normalises after {'another norm' if self.norm != 'none' else 'an activation'}"
-            if why := self._forget_dropout(f"{site} normalises after a dropout", serving=serving):
+                return f"{site} normalizes after {'another norm' if self.norm != 'none' else 'an activation'}"
+            if why := self._forget_dropout(f"{site} normalizes after a dropout", serving=serving):
                 return why
             self.norm, self.norm_site = kind, site
             self.eps = norm_eps(module)

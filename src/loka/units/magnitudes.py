@@ -27,7 +27,7 @@ class Seen:
     """The magnitudes seen so far at the linears of some units; see `measuring`.
 
     Args:
-        units: The units to measure.
+        units: the units to measure.
 
     Example:
         >>> units = seen.units(headroom=2.0)
@@ -43,7 +43,7 @@ class Seen:
         """Return the units with the magnitudes of their linears; a linear that was not called has none.
 
         Args:
-            headroom: A factor on every magnitude: 2 leaves room for values twice as large as those seen.
+            headroom: a factor on every magnitude: 2 leaves room for values twice as large as those seen.
         """
         return [msgspec.structs.replace(unit, magnitudes=self._magnitudes(unit, headroom)) for unit in self._units]
 
@@ -84,8 +84,8 @@ def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
     """Measure magnitudes at the linears of some units while the model runs in this block.
 
     Args:
-        model: A model that is not converted, wrapped or not.
-        units: From `discover`.
+        model: a model that is not converted, wrapped or not.
+        units: from `discover`.
 
     Returns:
         A context manager that yields a `Seen`; call its `units()` after the block.

@@ -28,12 +28,12 @@ def see_paths(model: nn.Module, example: Any, modes: Sequence[bool]) -> dict[boo
     """Return the distinct flows of a model for every mode in `modes` (True is training mode, False eval mode).
 
     Args:
-        model: Any module, unwrapped.
-        example: One input, as for `record`, or Steps.
-        modes: The modes to run in.
+        model: any module, unwrapped.
+        example: one input, as for `record`, or Steps.
+        modes: the modes to run in.
 
     Raises:
-        ValueError: The model fails on the example. Exceptions from Steps are passed on.
+        ValueError: the model fails on the example. Exceptions from Steps are passed on.
     """
     if isinstance(example, Steps):
         found = {

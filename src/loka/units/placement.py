@@ -18,8 +18,8 @@ def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
     """Return every reason why a unit does not fit a model.
 
     Args:
-        model: Wrapped or not.
-        unit: From a plan, or from `discover`.
+        model: wrapped or not.
+        unit: from a plan, or from `discover`.
 
     Returns:
         One line per problem, with the module's name; empty if the unit can be placed.
@@ -115,14 +115,14 @@ def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
     """Build the chain of a unit without placing it.
 
     Args:
-        model: Wrapped or not; it is not changed.
-        unit: What to build.
+        model: wrapped or not; it is not changed.
+        unit: what to build.
 
     Returns:
         A chain of the model's own modules. Its first scales come from the unit's magnitudes, if it has any.
 
     Raises:
-        ValueError: The unit does not fit the model; the message has every reason.
+        ValueError: the unit does not fit the model; the message has every reason.
 
     Example:
         >>> chain = build_chain(model, discover(model, batch).units[0])
@@ -170,8 +170,8 @@ def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
     """Return the unit from which `build_chain` would build a placed chain.
 
     Args:
-        model: The model that contains the chain.
-        chain: A placed chain.
+        model: the model that contains the chain.
+        chain: a placed chain.
 
     Returns:
         The unit, with the magnitudes that the chain's scales currently come from.
@@ -205,8 +205,8 @@ def place(model: nn.Module, unit: UnitPlan) -> Chain:
     """Build a unit's chain and place it.
 
     Args:
-        model: Changed in place; wrapped or not.
-        unit: What to place.
+        model: changed in place; wrapped or not.
+        unit: what to place.
 
     Returns:
         The placed chain.

@@ -35,7 +35,7 @@ def find_tables(model: nn.Module) -> list[TablePlan]:
     """Return the embedding tables of a model in their current format.
 
     Args:
-        model: Any nn.Module.
+        model: any nn.Module.
 
     Returns:
         One record per table, in the order of the modules.
@@ -64,7 +64,7 @@ def find_collectives(model: nn.Module) -> list[CollectivePlan]:
     """Return what the ranks of this model would send each other without encoding.
 
     Args:
-        model: Any nn.Module, distributed or not.
+        model: any nn.Module, distributed or not.
 
     Returns:
         Records of weights and gradients; empty if the model has no dense matrix.
@@ -81,8 +81,8 @@ def refuse_tables(model: nn.Module, tables: Iterable[TablePlan]) -> list[str]:
     """Return every reason why a plan's tables do not fit a model.
 
     Args:
-        model: A model that is not converted yet.
-        tables: The plan's tables.
+        model: a model that is not converted yet.
+        tables: the plan's tables.
 
     Returns:
         One line per problem, with the table's name; empty if all fit.
@@ -113,8 +113,8 @@ def place_tables(model: nn.Module, tables: Sequence[TablePlan]) -> list[str]:
     """Replace tables by tables with the plan's row formats, in place. Call `refuse_tables` first.
 
     Args:
-        model: Changed in place.
-        tables: The plan's tables.
+        model: changed in place.
+        tables: the plan's tables.
 
     Returns:
         The names of the replaced tables.
@@ -138,7 +138,7 @@ def placed_tables(model: nn.Module) -> list[str]:
     """Return the names of the tables that are currently replaced.
 
     Args:
-        model: Unwrapped.
+        model: unwrapped.
 
     Returns:
         Names, in the order they were replaced.
@@ -154,7 +154,7 @@ def release_tables(model: nn.Module) -> int:
     """Restore the original tables and parameters, with their trained values.
 
     Args:
-        model: Changed in place.
+        model: changed in place.
 
     Returns:
         The number of restored tables.
