@@ -73,7 +73,7 @@ class FeatureLayout:
 
 
 def _is_transposed(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:
-    """Return True if a linear's 3-D input comes from a transpose of its last two dimensions, and only such read it."""
+    """Return True if a linear's 3-D input is a transpose, and every reader of its output transposes it back."""
     value, result = call.inputs[0], call.outputs[0]
     made = makers.get(value)
     if len(flow.shapes[value]) != 3 or made is None or not _swaps(flow, made, value) or result in flow.results:

@@ -30,7 +30,7 @@ from loka.records.mods import ModClass
 from loka.units.flow import Flow, Unknown
 
 FEW = 4  # up to this many outputs are computed as sums, which read x once for all
-SEVERAL = 64  # below this many outputs are padded here; wider linears are left to low precision and `align_shapes`
+SEVERAL = 64  # linears with fewer outputs are padded here; wider ones are for low precision and `align_shapes`
 ALIGNED = 8  # a 16-bit GEMM needs a multiple of this many columns
 DEEP = 256  # outputs are padded from this many inputs on: chosen, not measured; padding the weight takes a kernel
 

@@ -66,7 +66,7 @@ class NormOrder:
             if isinstance(norm, Elsewhere):
                 editor.leave(name, str(refuse_norm(norm)))
                 continue
-            place = _PLACES[self.to](editor, flow, calls[0]) if calls and calls[0].inputs else None
+            place = _MATCHERS[self.to](editor, flow, calls[0]) if calls and calls[0].inputs else None
             if place is None:
                 continue
             why = refuse_norm(norm) or _refuse_use(editor, name, norm, len(calls))
@@ -169,7 +169,7 @@ class _BehindSum(_Place):
         editor.change(norm, "now stands behind the sum (post-norm)", "architecture")
 
 
-def _find_activation(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
+def _match_epilogue(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
     """Match norm(act(linear(x))). Return None if no activation comes before it, a reason if it cannot be moved."""
     act = flow.maker(norm.inputs[0])
     if act is None or act.site is None or not isinstance(editor.model.get_submodule(act.site), _ACTIVATIONS):
@@ -187,7 +187,7 @@ def _is_shared(flow: Flow, *calls: Call) -> bool:
     return any(len(flow.readers(call.outputs[0])) != 1 or call.outputs[0] in flow.results for call in calls)
 
 
-def _find_branch(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
+def _match_pre(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
     """Match norm(x + f(x)), and find the modules of the branch that read x."""
     add = flow.maker(norm.inputs[0])
     if add is None or not is_addition(add) or add.inside != norm.inside:
@@ -220,7 +220,7 @@ def _find_span(flow: Flow, frame: str, reader: Call, value: int) -> Span | None:
     return None
 
 
-def _find_sum(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
+def _match_post(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
     """Match x + f(norm(x)) as the output of a module."""
     stream, normed = norm.inputs[0], norm.outputs[0]
     sums = [call for call in flow.readers(stream) if is_addition(call) and call.inside == norm.inside]
@@ -262,4 +262,4 @@ def _find_stream(flow: Flow, add: Call) -> int | None:
     return second if second in flow.ancestors(first) else None
 
 
-_PLACES = {"epilogue": _find_activation, "pre": _find_branch, "post": _find_sum}
+_MATCHERS = {"epilogue": _match_epilogue, "pre": _match_pre, "post": _match_post}

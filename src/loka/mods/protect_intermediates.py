@@ -5,8 +5,8 @@
     product      bfloat16   FM and dot products of feature vectors: heavy tails, no norm before; GEMMs sum in float32
     attention    bfloat16   logits and softmax are float32 inside the kernel; float32 operands would disable it
 
-Inputs are upcast to at least that precision, and autocast is off inside. The output is cast back to the input's dtype,
-except for prediction layers. Without autocast, and in a model that is wide already, nothing changes.
+Inputs are upcast to at least that precision, and autocast is off inside. The output is cast back to autocast's dtype
+(without autocast, the input's), except for prediction layers. In a float32 model without autocast nothing changes.
 
 Protected modules are marked, and the filter `unprotected(module, name)` keeps them out of Probe, mods and conversion:
 
@@ -56,13 +56,13 @@ class Protected(nn.Module):
         # autocast does not affect float64
         autocast = kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
         narrow = torch.get_autocast_dtype(kind) if autocast else seen.dtype
-        raised = torch.promote_types(narrow, self._least(dtype))
+        wide = torch.promote_types(narrow, self._min_dtype(dtype))
         with torch.autocast(kind if kind != "meta" else "cpu", enabled=False):
-            out = super().forward(*_cast(args, raised), **_cast(kwargs, raised))
+            out = super().forward(*_cast(args, wide), **_cast(kwargs, wide))
         return out if self.keeps_result else _cast(out, narrow)
 
-    def _least(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype to compute in, at least."""
+    def _min_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the narrowest dtype to compute in."""
         return dtype
 
 
@@ -80,7 +80,7 @@ class ProtectedLinear(Protected):
         with torch.autocast(x.device.type, enabled=False):
             return nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
-    def _least(self, dtype: torch.dtype) -> torch.dtype:
+    def _min_dtype(self, dtype: torch.dtype) -> torch.dtype:
         weight: Tensor = self.weight  # type: ignore[assignment]
         return torch.promote_types(weight.dtype, dtype)
 
@@ -197,11 +197,11 @@ def _read_flow(editor: Editor, flow: Flow) -> Iterator[tuple[str, Protection]]:
             yield call.site, "attention"
         elif bare and call.inner & _PRODUCT_OPS and not isinstance(module, DotProductAttention):
             yield call.site, "product"
-        elif call.linear and _decides(flow, call.outputs):
+        elif call.linear and _is_router(flow, call.outputs):
             yield call.site, "gate"
 
 
-def _decides(flow: Flow, outputs: tuple[int, ...]) -> bool:
+def _is_router(flow: Flow, outputs: tuple[int, ...]) -> bool:
     """Return True if a linear is a router: its output, cast or viewed at most, feeds a sigmoid, softmax or top-k."""
     waiting = list(outputs)
     while waiting:

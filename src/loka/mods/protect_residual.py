@@ -92,14 +92,17 @@ class ProtectResidual:
             return
         sums = [call for call in flow.calls if call.site is None and call.op in _SUMS and _is_residual(flow, call)]
         frames = {call.inside for call in sums}
-        raised: set[str] = set()
+        hooked: set[str] = set()
         for name, module in editor.modules():
             if name in frames and next(module.children(), None) is not None:
-                _raise_sums(editor, flow, name, [call for call in sums if call.inside == name], raised)
+                _upcast_sums(editor, flow, name, [call for call in sums if call.inside == name], hooked)
 
 
-def _raise_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], raised: set[str]) -> None:
-    """Upcast one side of every sum of a module, or report why that is not possible."""
+def _upcast_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], hooked: set[str]) -> None:
+    """Upcast one side of every sum of a module, or report why that is not possible.
+
+    `hooked` collects the modules whose output is upcast already.
+    """
     sources = _Sources(flow, frame)
     keys: list[Key] = []
     exits: list[str] = []
@@ -122,12 +125,12 @@ def _raise_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], raised
     if keys:
         editor.hook(frame, WidenInputs(tuple(dict.fromkeys(keys))), before=True)
     for name in exits:
-        if name not in raised:
+        if name not in hooked:
             editor.hook(name, WidenOutputs(), before=False)
-            raised.add(name)
+            hooked.add(name)
     if keys or exits:
-        where = [*(["where it enters"] if keys else []), *(f"as {name} returns it" for name in exits)]
-        what = f"{len(sums)} residual addition{'s' * (len(sums) > 1)} in float32: a side is raised {', '.join(where)}"
+        where = [*(["its input"] if keys else []), *(f"the output of {name}" for name in exits)]
+        what = f"{len(sums)} residual addition{'s' * (len(sums) > 1)} in float32, by upcasting {', '.join(where)}"
         editor.change(frame, what, "rounding")
 
 

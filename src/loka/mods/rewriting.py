@@ -144,7 +144,7 @@ class _Job:
         """Return why the steps must be undone, or None if they may stay."""
         lost = [step for step in steps if isinstance(step, Drop) or (isinstance(step, Swap) and step.lost)]
         if self.ddp and lost:
-            return "DistributedDataParallel waits for the gradients of every parameter it was given; apply the mods before wrapping"
+            return "DistributedDataParallel waits for gradients of parameters that the mod removes; hint: apply mods before wrapping"
         return None if self.trial is None else self.trial.refuse(effect, touched=self._touched(steps), low=self.low)
 
     def _touched(self, steps: Sequence[Step]) -> set[int]:
@@ -191,7 +191,9 @@ def _is_ddp(model: nn.Module) -> bool:
 def _refuse_lazy(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
     if lazy:
-        raise ValueError(f"not initialised yet: {', '.join(lazy[:5])}; run the model once on a batch before its mods")
+        raise ValueError(
+            f"not initialised yet: {', '.join(lazy[:5])}; run the model once on a batch before applying mods"
+        )
 
 
 def refuse_converted(model: nn.Module) -> None:
@@ -199,12 +201,12 @@ def refuse_converted(model: nn.Module) -> None:
     converted = [plain_name(name) for name, module in model.named_modules() if isinstance(module, Linear)]
     if converted:
         raise ValueError(
-            f"already in low precision: {', '.join(converted[:5])}; call loka.revert(model) before its mods"
+            f"already in low precision: {', '.join(converted[:5])}; call loka.revert(model) before applying mods"
         )
     fused = [plain_name(name) for name, _ in chains_of(model)]
     if fused:
         raise ValueError(
-            f"already fused: {', '.join(fused[:5])}; mods.revert(model), then apply all mods with fuse last"
+            f"already fused: {', '.join(fused[:5])}; mods.revert(model), then apply all mods again with fuse last"
         )
 
 

@@ -51,7 +51,7 @@ def _say_peaks(bench: KernelBench) -> str:
     said = [f"copies {peaks.copy_bytes_per_second / 1e12:.2f} TB/s"]
     said += [f"bf16 {peaks.bf16_flops / 1e12:.0f} TFLOP/s"] if peaks.bf16_flops else []
     said += [f"FP8 {peaks.fp8_flops / 1e12:.0f} TFLOP/s"] if peaks.fp8_flops else []
-    return f" Peaks measured in the same run: {', '.join(said)}."
+    return f" Peaks measured on the same device: {', '.join(said)}."
 
 
 def _bench_row(r: KernelRow) -> str:
