@@ -1,7 +1,7 @@
-"""amax_history: end a step of delayed scales. Every operand's largest magnitude is filed, and the scales of the next step are made.
+"""amax_history: end a step of delayed scaling: append each operand's amax to its history, compute the next scale.
 
-On a GPU one kernel does it for all operands of a model, whose tensors lie wherever they were allocated: some thirty launches of torch, 60 us of every step and a millisecond of the host,
-in their place.
+On a GPU one kernel does this for all operands of a model, wherever their tensors are allocated. It replaces some thirty
+torch launches, which took 60 us of every step and a millisecond of the host.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,33 @@ __all__ = ["Magnitudes", "file_amax"]
 
 
 class Magnitudes(Protocol):
-    """The magnitudes of one operand: float32 tensors of one number each, but for the history, on one device."""
+    """The amax state of one operand. All tensors are float32 scalars on one device, except for the history.
 
-    history: Tensor  # the steps' largest magnitudes, newest first: one dimension, contiguous
-    largest: Tensor  # of the history; 0: none yet
-    pending: Tensor  # of this step so far
+    Example:
+        >>> file_amax([state])  # any object with these attributes
+    """
+
+    history: Tensor  # amax of the last steps, newest first; 1-D, contiguous
+    largest: Tensor  # maximum of the history; 0 if it is empty
+    pending: Tensor  # amax of the current step so far
     scale: Tensor  # headroom * largest / 448, the E4M3 scale of the next step
-    saturated: Tensor  # steps whose largest magnitude did not fit the scale that was in force
+    saturated: Tensor  # number of steps whose amax exceeded the range of the scale in use
     headroom: float
-    floor: float  # a magnitude that every scale reaches, whatever was seen
+    floor: float  # the smallest amax that a scale is made for
 
 
 @torch.no_grad()
 def file_amax(operands: Sequence[Magnitudes]) -> None:
-    """File what is pending, in place, and start the next step.
+    """Append each pending amax to its history, in place, and update the scale for the next step.
 
-        history'   = [pending, history without its last]      unchanged where pending is 0: an expert without tokens files nothing
+        history'   = [pending, history without its last]      unchanged if pending is 0, as for an expert without tokens
         largest'   = max(history')
-        scale'     = max(headroom * largest', floor) / 448    unchanged where largest' is 0
-        saturated += pending > 448 * scale, where there was a history
+        scale'     = max(headroom * largest', floor) / 448    unchanged if largest' is 0
+        saturated += pending > 448 * scale                    unchanged if the history was empty
         pending'   = 0
 
     Args:
-        operands: any number, on one device or several.
+        operands: any number, on one or several devices.
 
     Example:
         >>> file_amax([state])  # after the optimizer's step

@@ -1,6 +1,6 @@
-"""The law of `file_amax`, in plain torch: operands of one kind are stacked, so that a few kernels serve all of them.
+"""`file_amax` in plain torch. Operands of one kind are stacked, so that a few kernels serve all of them.
 
-Only tensors change, no position is counted in Python: a CUDA graph that captured this files anew in every replay.
+All state is in tensors, none in Python, so a CUDA graph that captured this updates it in every replay.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ GIVEN = Spec.parse("e4m3:tensor:static")
 
 
 def given_scale(largest: Tensor, headroom: float, floor: float) -> Tensor:
-    """The E4M3 scale that kernels are given."""
+    """Return the E4M3 scale of the next step."""
     return scale_from_amax((largest * headroom).clamp(min=floor), GIVEN)
 
 
 def file_amax(operands: "Sequence[Magnitudes]") -> None:
-    """Of one device; `loka.kernels.amax_history.file_amax` says what it does."""
+    """See `loka.kernels.amax_history`. All operands are on one device."""
     by_kind: dict[tuple[int, float, float], list[Magnitudes]] = {}
     for one in operands:
         by_kind.setdefault((len(one.history), one.headroom, one.floor), []).append(one)
@@ -31,7 +31,7 @@ def file_amax(operands: "Sequence[Magnitudes]") -> None:
         history, pending = (torch.stack([getattr(one, name) for one in group]) for name in ("history", "pending"))
         history = torch.where(pending[:, None] > 0, torch.cat([pending[:, None], history[:, :-1]], 1), history)
         before, scale = (torch.stack([getattr(one, name) for one in group]) for name in ("largest", "scale"))
-        over = ((pending > scale * GIVEN.format.max) & (before > 0)).float()  # without history the tensor had its own
+        over = ((pending > scale * GIVEN.format.max) & (before > 0)).float()  # without history a dynamic scale was used
         largest = history.amax(1)
         scale = torch.where(largest > 0, given_scale(largest, headroom, floor), scale)
         for name, rows in (("history", history), ("largest", largest), ("scale", scale)):

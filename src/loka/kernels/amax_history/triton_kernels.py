@@ -1,6 +1,7 @@
-"""`file_amax` in one launch: one program an operand, which finds the operand's tensors by a table of their addresses.
+"""`file_amax` in one launch: one program per operand, which finds its tensors by a table of their addresses.
 
-A table is made once for every set of operands and kept while the addresses stay; inside of a CUDA graph none can be made, and plain torch runs there if no step has run before.
+A table is made once for every set of operands and cached by the addresses. It cannot be made during CUDA graph capture;
+plain torch runs there if no step has run before.
 """
 
 import struct
@@ -19,11 +20,10 @@ from loka.kernels.triton_launcher import quick
 if TYPE_CHECKING:
     from loka.kernels.amax_history import Magnitudes
 
+_Tables = dict[tuple[object, ...], tuple[Tensor, int]]
 _MOST_TABLES = 16  # models that are trained in one process at the same time
-_tables: dict[tuple[object, ...], tuple[Tensor, int]] = {}
-_captured: dict[
-    tuple[object, ...], tuple[Tensor, int]
-] = {}  # what a CUDA graph reads in every replay: some KiB each, kept for good
+_tables: _Tables = {}
+_captured: _Tables = {}  # tables that a CUDA graph reads in every replay: some KiB each, never freed
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _file(table_ptr, MAX: tl.constexpr, SMALLEST: tl.constexpr, LONGEST: tl.cons
     new = tl.where(pending > 0, moved, old)
     largest = tl.max(new, 0)
     reached = tl.maximum(largest * headroom, floor)
-    next_scale = tl.maximum(tl.div_rn(reached, MAX), SMALLEST) + (reached - reached)  # NaN where it is not finite
-    tl.debug_barrier()  # every thread has read its neighbour's number
+    next_scale = tl.maximum(tl.div_rn(reached, MAX), SMALLEST) + (reached - reached)  # NaN if it is not finite
+    tl.debug_barrier()  # every thread has read its neighbor's value
     tl.store(history + i, new, i < length)
     tl.store(largest_ptr, largest)
     tl.store(scale_ptr, tl.where(largest > 0, next_scale, scale))
@@ -62,7 +62,7 @@ def _file(table_ptr, MAX: tl.constexpr, SMALLEST: tl.constexpr, LONGEST: tl.cons
 
 
 def file_amax(operands: "Sequence[Magnitudes]") -> bool:
-    """Of one device; False where the table of addresses would have to be made inside of a CUDA graph: nothing was done then."""
+    """Update operands of one device. Returns False, doing nothing, if a table would have to be made during capture."""
     facts = [(*(t.data_ptr() for t in (one.history, one.largest, one.pending, one.scale, one.saturated)), len(one.history), one.headroom, one.floor) for one in operands]  # fmt: skip
     device = operands[0].history.device
     key = (device, *facts)
@@ -74,7 +74,7 @@ def file_amax(operands: "Sequence[Magnitudes]") -> bool:
         rows = [[*fact[:6], _bits(fact[6]), _bits(fact[7])] for fact in facts]
         table = torch.tensor(rows, dtype=torch.int64, device=device)
         while len(_tables) >= _MOST_TABLES:
-            _tables.pop(next(iter(_tables)), None)  # another thread may have been faster
+            _tables.pop(next(iter(_tables)), None)  # another thread may have popped it
         found = _tables[key] = (table, next_power_of_2(max(fact[5] for fact in facts)))
     if capturing:
         _captured[key] = found
@@ -85,7 +85,7 @@ def file_amax(operands: "Sequence[Magnitudes]") -> bool:
 
 
 def _bits(value: float) -> int:
-    """A float32's, as a signed number."""
+    """Return the bits of a float32 as a signed integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 

@@ -1,4 +1,4 @@
-"""Quantisation of one 2-D tensor, described without tensors."""
+"""Quantization of a 2-D tensor, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from loka.formats import Spec, scale_shape
 
 @dataclass(frozen=True)
 class QuantizeCall:
-    """q = quantize(x[M, K]), q_t = quantize(x^T[K, M]) for the backward GEMMs, or both, each under its own spec."""
+    """One call: q = quantize(x[M, K]), q_t = quantize(x^T[K, M]) for backward GEMMs, or both, each with its spec."""
 
     m: int
     k: int
@@ -24,7 +24,7 @@ class QuantizeCall:
 
     @classmethod
     def of(cls, x: Tensor, spec: Spec | None, transpose: Spec | None = None) -> "QuantizeCall":
-        """Describe a call by its operand."""
+        """Return the call for this operand."""
         if x.dim() != 2:
             raise ValueError(
                 f"quantize takes a 2-D tensor, got shape {tuple(x.shape)}; hint: x.reshape(-1, x.shape[-1])"
@@ -37,7 +37,7 @@ class QuantizeCall:
 
 
 def check_scale(spec: Spec, scale: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Before the kernel reads it: a scale of another shape would be read out of bounds."""
+    """Raise ValueError for a missing, unexpected or misshapen scale, which a kernel would read out of bounds."""
     if spec.mode == "dynamic" and scale is not None:
         raise ValueError(
             f"{spec} computes its scale from x; hint: a given scale needs {spec.format}:{spec.block}:static"

@@ -1,4 +1,4 @@
-"""Our quantisers. E4M3 and E5M2; tensor, row, 1x128 and 128x128 blocks; dynamic or given scales; with or without the transpose."""
+"""Our quantizers: E4M3, E5M2; tensor, row, 1x128, 128x128 blocks; dynamic or given scales; optionally the transpose."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from loka.kernels.triton_device import triton_runs_on
 
 _BLOCKS = (TENSOR, ROW, Block(1, 128), Block(128, 128))
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-any_alignment = True  # x is read as it lies
+any_alignment = True  # x need not be aligned
 
 
 def supports(call: QuantizeCall, device: torch.device) -> Verdict:
-    """FP8 formats, the four blocks, 16- and 32-bit inputs."""
+    """Support FP8 formats, the four blocks, 16- and 32-bit inputs."""
     for spec in (call.spec, call.transpose):
         if spec is None:
             continue
@@ -42,7 +42,7 @@ def run(
     transpose_scale: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """Quantise x [M, K], its transpose [K, M], or both."""
+    """Quantize x [M, K], its transpose [K, M], or both."""
     if spec is not None:
         check_scale(spec, scale, x.shape)
     if transpose is not None:
@@ -62,7 +62,7 @@ def run(
 
 
 def _seed(spec: Spec | None, transpose: Spec | None, generator: torch.Generator | None, device: torch.device) -> int:
-    """A fresh seed for stochastic rounding; nothing is drawn when nothing is stochastic."""
+    """Draw a seed for stochastic rounding; return 0 without drawing if nothing is stochastic."""
     if all(s is None or s.rounding != "stochastic" for s in (spec, transpose)):
         return 0
     where = generator.device if generator is not None else "cpu"
@@ -70,7 +70,7 @@ def _seed(spec: Spec | None, transpose: Spec | None, generator: torch.Generator 
 
 
 def transpose(data: Tensor) -> Tensor:
-    """FP8 data [M, K] to [K, M], contiguous along M."""
+    """Return FP8 data [M, K] as [K, M], contiguous along M."""
     from loka.kernels.quantize import triton_ops
 
     result: Tensor = invoke(triton_ops.transpose, data)

@@ -1,16 +1,21 @@
-"""Quantisers that run at the speed of a copy.
+"""Quantizers that run at the speed of a copy.
 
 Four kernels cover every granularity:
 
-* `_rows`   one scale per row. A row (up to 16384 wide) stays in registers between its amax and its cast: one read, one write. On the way it can keep the maxima of the columns.
+* `_rows`   one scale per row. A row (up to 16384 wide) stays in registers between amax and cast: one read, one write.
+            It can also collect the amax of the columns.
 * `_tiles`  a 128-wide tile in registers; scales are computed in it (1x128, 128x128) or given (tensor, row).
-* `_both`   the same from one read for the tensor and its transpose, or for the transpose alone. Transposing bytes is slow (33 % of copy bandwidth on an H200), so four consecutive rows
-            are loaded as four tiles of one layout, their bytes packed into 32-bit words inside a thread, and words are transposed.
-* `_amax`   row, column and tensor maxima in one read, for the scales no tile can know alone: dynamic `tensor`, and `row` of the transpose.
+* `_both`   the same from one read for the tensor and its transpose, or for the transpose alone. Transposing bytes is
+            slow (33 % of copy bandwidth on an H200), so four consecutive rows are loaded as four tiles of one layout,
+            their bytes packed into 32-bit words inside a thread, and words are transposed.
+* `_amax`   row, column and tensor amax in one read, for scales that no tile can compute alone: dynamic `tensor`, and
+            `row` of the transpose.
 
-Bytes an element of a 16-bit x: 3 for one output, 4 for two. Dynamic `tensor` reads x twice (5, or 6), and so does `row` together with any transpose: rows first, 2 + 1, then the transpose
-alone, 2 + 1, from the end of x back to its beginning, so that what the first pass read last comes from L2. Rows of the results start at multiples of 16 elements, so that any width can be read
-by TMA without a copy, and are written up to there: whole vectors at any width. Reading is by vectors of the largest power of two that divides the width.
+Bytes per element of a 16-bit x: 3 for one output, 4 for two. Dynamic `tensor` reads x twice (5, or 6). So does `row`
+with any transpose: rows first, 2 + 1, then the transpose alone, 2 + 1, from the end of x to its beginning, so that it
+finds in L2 what the first pass read last. Rows of the results start at multiples of 16 elements, so that TMA can read
+any width without a copy, and their padding is written too, so that stores are whole vectors. Loads use vectors of the
+largest power of two that divides the width.
 """
 
 import math
@@ -35,17 +40,13 @@ from loka.kernels.tile import (
 from loka.kernels.triton_launcher import quick
 
 GROUP = 128
-_BOTH_LAUNCH = {
-    "num_warps": 4,
-    "maxnreg": 168,
-}  # 4 warps were the fastest on an H200; 168 registers let three programs share a multiprocessor
-_ROWS_PROGRAMS = (
-    5  # a multiprocessor, where rows are walked for the maxima of their columns: what their registers allow
-)
+# 4 warps were the fastest on an H200; 168 registers let three programs share a multiprocessor
+_BOTH_LAUNCH = {"num_warps": 4, "maxnreg": 168}
+_ROWS_PROGRAMS = 5  # per multiprocessor if `_rows` collects column maxima: what its registers allow
 _AMAX_TILE, _AMAX_LAUNCH = (128, 256, 16), {"num_warps": 4}  # rows, columns, rows at a time
 WIDEST_ROW = 16384  # elements one program keeps in registers
 
-# Where a tile's scales come from; NOTHING: the tile is not written.
+# Scale granularity of an output; NOTHING: it is not written.
 NOTHING = 0
 SCALAR, VECTOR, GROUPED, SQUARE = 1, 2, 3, 4
 _NOTHING = tl.constexpr(0)
@@ -63,7 +64,7 @@ def _load_rows(x_ptr, row, column, M, K, stride_x):
 
 @triton.jit
 def _magnitude(x, FAST: tl.constexpr):
-    """|x| for an amax over finite values. FAST: an Inf is NaN already, and the GPU's maximum skips NaN."""
+    """Return |x| for an amax. FAST: Inf has been replaced by NaN, and the GPU's maximum skips NaN."""
     if FAST:
         return tl.abs(x)
     else:
@@ -75,7 +76,7 @@ def _store_rows(q_ptr, x, inv, row, column, M, K, stride_q, seed,
                 E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
     noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
     q = to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND, CLEAN)
-    # Up to the pitch, which is ours to write: whole vectors at any width.
+    # The padding of rows is written too, so that stores are whole vectors at any width.
     tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, (row < M)[:, None] & (column < stride_q)[None, :])
 
 
@@ -86,7 +87,7 @@ def _rows(x_ptr, q_ptr, s_ptr, c_ptr, M, K, stride_x, stride_q, seed,
           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     K, stride_x = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN
     column = tl.arange(0, BLOCK)
-    if COLUMNS:  # some rows after one another, and the maxima of the columns on the way, in x's own type
+    if COLUMNS:  # a persistent loop over rows that also collects the column maxima, stored in x's dtype
         top = tl.zeros((ROWS, BLOCK), tl.float32)
         for chunk in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
             row = (chunk * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -115,7 +116,7 @@ def _rows(x_ptr, q_ptr, s_ptr, c_ptr, M, K, stride_x, stride_q, seed,
 @triton.jit
 def _row(x_ptr, q_ptr, s_ptr, row, column, M, K, stride_x, stride_q, seed,
          E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """Rows that stay in registers between their amax and their cast; returns the magnitudes, 0 where not finite."""
+    """Quantize rows that stay in registers between amax and cast; return the magnitudes, 0 where not finite."""
     x = _load_rows(x_ptr, row, column, M, K, stride_x).to(tl.float32)
     magnitude = finite_magnitude(x)
     scale = scale_of(tl.max(magnitude, 1), E5M2, POW2)
@@ -154,7 +155,7 @@ def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, s_stride, s_stride_k, 
 @triton.jit
 def _inverses(largest, s_ptr, index, count, tile, stride, stride_k, square,
               SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
-    """Inverse scales of some rows of a tile (DOWN), or of its columns, which are rows of the transpose; made and stored where they belong to the tile."""
+    """Return the inverse scales of some rows of a tile (DOWN) or of its columns; scales made here are stored."""
     if SCALE == _SCALAR:
         return inverse(tl.load(s_ptr))
     elif SCALE == _VECTOR:
@@ -187,11 +188,12 @@ def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, 
     tile_k = (tile % wide).to(tl.int64)
     word = tile_m * (BM // 4) + tl.arange(0, BM // 4)
     column = tile_k * BK + tl.arange(0, BK)
-    # E4M3 rounded to nearest, the common case: once an Inf is NaN, no later step looks at special values.
+    # The common case, E4M3 rounded to nearest: once Inf is replaced by NaN, no later step checks for special values.
     FAST: tl.constexpr = not (PREROUND or STOCHASTIC or T_STOCHASTIC or E5M2 or T_E5M2)
-    # Where scales come from the tile it is read twice, the second time from L1: holding it in registers left two programs a multiprocessor, and spilled.
+    # A tile that makes its scales is loaded twice, the second time from L1. Keeping it in registers allowed only two
+    # programs per multiprocessor, and spilled.
     RELOAD: tl.constexpr = SCALE == _GROUPED or TSCALE == _GROUPED
-    # Rows 4i, 4i + 1, 4i + 2, 4i + 3 in four tiles of one layout: their bytes pack into words without leaving the thread.
+    # Rows 4i .. 4i + 3 in four tiles of one layout: their bytes are packed into words without leaving the thread.
     row0, row1, row2, row3 = 4 * word, 4 * word + 1, 4 * word + 2, 4 * word + 3
     x0 = _load_rows(x_ptr, row0, column, M, K, stride_x)
     x1 = _load_rows(x_ptr, row1, column, M, K, stride_x)
@@ -254,19 +256,9 @@ def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, 
         n0, n1 = _noise(seed, row0, column, K, T_STOCHASTIC), _noise(seed, row1, column, K, T_STOCHASTIC)
         n2, n3 = _noise(seed, row2, column, K, T_STOCHASTIC), _noise(seed, row3, column, K, T_STOCHASTIC)
         packed = pack_rows_checked(
-            _prepared(x0, FAST),
-            _prepared(x1, FAST),
-            _prepared(x2, FAST),
-            _prepared(x3, FAST),
-            inv,
-            n0,
-            n1,
-            n2,
-            n3,
-            T_E5M2,
-            T_STOCHASTIC,
-            PREROUND,
-        )
+            _prepared(x0, FAST), _prepared(x1, FAST), _prepared(x2, FAST), _prepared(x3, FAST),
+            inv, n0, n1, n2, n3, T_E5M2, T_STOCHASTIC, PREROUND,
+        )  # fmt: skip
     there = (column < K)[:, None] & (word < words)[None, :]
     tl.store(qt_ptr + column[:, None] * words + word[None, :], tl.trans(packed), there)
 
@@ -280,7 +272,7 @@ def _prepared(x, FAST: tl.constexpr):
 @quick
 @triton.jit(do_not_specialize=["K"])
 def _turn(x_ptr, t_ptr, M, K, stride_x, words, BM: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr):
-    """Bytes [M, K] to [K, M], four rows packed into words as in `_both`."""
+    """Transpose bytes [M, K] to [K, M], four rows packed into words as in `_both`."""
     K, stride_x, words = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, words // 4 * 4
     wide = tl.cdiv(K, BK)
     word = (tl.program_id(0) // wide).to(tl.int64) * (BM // 4) + tl.arange(0, BM // 4)
@@ -300,9 +292,10 @@ def _turn(x_ptr, t_ptr, M, K, stride_x, words, BM: tl.constexpr, BK: tl.constexp
 def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
           BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
           ROW: tl.constexpr, COLUMN: tl.constexpr, TENSOR: tl.constexpr):  # fmt: skip
-    """Maxima of a tile, one partial result per tile: no atomics, nothing to clear, the same every time.
+    """Store the maxima of a tile, one partial result per tile: no atomics, nothing to clear, deterministic.
 
-    Some rows at a time: maxima of columns are kept element by element and reduced once, at the end. Reducing them tile by tile took half the time.
+    Column maxima are kept per element over chunks of ROWS rows and reduced once, at the end; reducing every chunk took
+    half of the time.
     """
     K, stride_x = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN
     wide = tl.cdiv(K, BK)
@@ -328,7 +321,7 @@ def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
 def _scales(
     partial_ptr, s_ptr, parts, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr
 ):
-    """Scales from partial maxima [parts, count]."""
+    """Compute scales from partial maxima [parts, count]."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.zeros((PARTS, BLOCK), tl.float32)
     for start in range(0, parts, PARTS):
@@ -340,12 +333,12 @@ def _scales(
 
 
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty [rows, columns] whose rows start at multiples of 16 elements, as TMA wants FP8 operands."""
+    """Return an uninitialized [rows, columns] whose rows start at multiples of 16 elements, as TMA requires for FP8."""
     return empty_rows(rows, columns, 16, dtype, device)
 
 
 def block_scales(rows: int, columns: int, source: int, device: torch.device) -> Tensor:
-    """Empty scales of 1x128 or 128x128 blocks. The former are stored group after group, all rows of a group together: what TMA-fed GEMMs read."""
+    """Return uninitialized scales of 1x128 (contiguous along rows, as GEMMs with TMA read them) or 128x128 blocks."""
     wide = cdiv(columns, GROUP)
     if source == GROUPED:
         return torch.empty(wide, rows, device=device, dtype=torch.float32).T
@@ -361,25 +354,30 @@ def _fp8(e5m2: bool) -> torch.dtype:
 
 
 def alignment(*operands: Tensor | None) -> int:
-    """Elements that every row of these operands starts and ends at a multiple of, at most 16. Without it the compiler moves one element at a time where the
-    width is no multiple of 16, and a kernel runs at a fifth of its speed."""
+    """Return the power of two, at most 16, that divides the width and row stride of every operand.
+
+    Without it the compiler moves one element at a time if the width is not a multiple of 16, at a fifth of the speed.
+    """
     return math.gcd(16, *(n for x in operands if x is not None for n in (x.shape[1], x.stride(0))))
 
 
 def quantize_rows(x: Tensor, *, e5m2: bool, pow2: bool, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
-    """Per-row scales; x [M, K] with unit stride along K."""
+    """Quantize with per-row scales; x [M, K] has unit stride along K."""
     return _launch_rows(x, None, e5m2=e5m2, pow2=pow2, stochastic=stochastic, seed=seed)
 
 
 def quantize_rows_and_columns(
     x: Tensor, *, e5m2: bool, pow2: bool, stochastic: bool, seed: int, t_e5m2: bool, t_pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per-row scales, and those of the columns for the transpose from the same read: q, its scales [M, 1], the columns' [K]. Rows up to WIDEST_ROW."""
+    """Quantize with per-row scales, and compute column scales for the transpose from the same read.
+
+    Returns q, its scales [M, 1] and the column scales [K]. Rows have up to WIDEST_ROW columns.
+    """
     m, k = x.shape
     programs = min(processors(x.device) * _ROWS_PROGRAMS, cdiv(max(m, 1), _rows_at_a_time(k)))
     tops = torch.empty(programs, k, device=x.device, dtype=x.dtype)
     q, scale = _launch_rows(x, tops, e5m2=e5m2, pow2=pow2, stochastic=stochastic, seed=seed)
-    columns = _scales_to_make(k, m and k, x.device)
+    columns = _empty_scales(k, m and k, x.device)
     if m and k:
         _scales[(cdiv(k, 32),)](tops, columns, programs, k, 256, 32, t_e5m2, t_pow2)
     return q, scale, columns
@@ -412,9 +410,9 @@ def _launch_rows(
 def global_scales(
     x: Tensor, *, row: bool, column: bool, tensor: bool, options: list[tuple[bool, bool]]
 ) -> list[Tensor]:
-    """Scales no tile can know alone, from one read of x: per row [M], per column [K], of the tensor [], each as asked for.
+    """Return the requested scales that need all of x, from one read: per row [M], per column [K], of the tensor [1].
 
-    `options` holds (e5m2, pow2) for each scale asked for, in that order.
+    `options` holds (e5m2, pow2) for each requested scale, in that order.
     """
     m, k = x.shape
     bm, bk, rows = _AMAX_TILE
@@ -428,7 +426,7 @@ def global_scales(
     scales = []
     for part, (e5m2, pow2) in zip([part for part in partial if part is not None], options, strict=True):
         count = part.shape[1]
-        scale = _scales_to_make(count, m and k, x.device)
+        scale = _empty_scales(count, m and k, x.device)
         if m and k:
             block = 64 if count > 1 else 1
             parts = 64 if count > 1 else 4096
@@ -437,15 +435,15 @@ def global_scales(
     return scales
 
 
-def _scales_to_make(count: int, elements: int, device: torch.device) -> Tensor:
-    """Memory that a kernel fills; of nothing the scales are 1, and no kernel runs."""
+def _empty_scales(count: int, elements: int, device: torch.device) -> Tensor:
+    """Return uninitialized scales for a kernel to fill; ones if x is empty and no kernel runs."""
     return (torch.empty if elements else torch.ones)(count, device=device, dtype=torch.float32)
 
 
 def quantize_tiles(
     x: Tensor, *, source: int, scale: Tensor | None, e5m2: bool, pow2: bool, stochastic: bool, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Tiles of x [M, K] with scales that are given, or made in the tile."""
+    """Quantize x [M, K] by tiles, with scales that are given or made in the tile."""
     m, k = x.shape
     wide = cdiv(k, GROUP)
     q = aligned(m, k, _fp8(e5m2), x.device)
@@ -475,11 +473,11 @@ def quantize_both(
     t_stochastic: bool,
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [M, K] and the transpose qt [K, M] from one read of x."""
+    """Return q [M, K], the transpose qt [K, M], and their scales, from one read of x."""
     m, k = x.shape
     q = aligned(m, k, _fp8(e5m2), x.device)
     scale = block_scales(m, k, source, x.device) if scale is None else scale
-    qt, t_scale = _turn_quantized(
+    qt, t_scale = _launch_both(
         x, q, scale, source, (e5m2, pow2, stochastic), t_scale, t_source, (t_e5m2, t_pow2, t_stochastic), seed
     )
     return q, scale, qt, t_scale
@@ -488,16 +486,19 @@ def quantize_both(
 def quantize_transposed(
     x: Tensor, *, source: int, scale: Tensor | None, e5m2: bool, pow2: bool, stochastic: bool, seed: int, backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The transpose qt [K, M] alone. `backwards`: from the last tile to the first, for an x that was just read: its end is still in L2."""
+    """Return the transpose qt [K, M] alone, and its scales.
+
+    `backwards` goes from the last tile to the first, for an x that was just read: its end is still in L2.
+    """
     none = None, None, NOTHING, (False, False, False)
-    return _turn_quantized(x, *none, scale, source, (e5m2, pow2, stochastic), seed, backwards=backwards)
+    return _launch_both(x, *none, scale, source, (e5m2, pow2, stochastic), seed, backwards=backwards)
 
 
-def _turn_quantized(
+def _launch_both(
     x: Tensor, q: Tensor | None, scale: Tensor | None, source: int, options: tuple[bool, bool, bool],
     t_scale: Tensor | None, t_source: int, t_options: tuple[bool, bool, bool], seed: int, *, backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch `_both`, which writes q where its source is not NOTHING; options are (e5m2, pow2, stochastic)."""
+    """Launch `_both`, which writes q unless its source is NOTHING; options are (e5m2, pow2, stochastic)."""
     m, k = x.shape
     qt, words = empty_words(k, m, _fp8(t_options[0]), x.device)
     t_scale = block_scales(k, m, t_source, x.device) if t_scale is None else t_scale
@@ -511,7 +512,7 @@ def _turn_quantized(
 
 
 def transpose(x: Tensor) -> Tensor:
-    """[M, K] of one byte an element to [K, M]; unit stride along K."""
+    """Return one-byte data [M, K] as [K, M], contiguous along M."""
     m, k = x.shape
     x = unit_rows(x)
     turned, words = empty_words(k, m, x.dtype, x.device)

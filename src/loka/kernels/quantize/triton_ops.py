@@ -1,4 +1,4 @@
-"""The Triton quantiser as one torch op, so that torch.compile sees a call and not Python. Specs travel as their canonical strings."""
+"""The Triton quantizer as one torch op, opaque to torch.compile. Specs are passed as their canonical strings."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,8 +24,8 @@ class _Wanted(NamedTuple):
     spec: Spec
     source: int
     options: dict[str, bool]
-    rows: bool  # a scale for each row, from all of it
-    whole: bool  # a scale for the tensor, from all of it
+    rows: bool  # dynamic scale per row
+    whole: bool  # dynamic scale for the tensor
 
 
 def _is_pow2(spec: Spec) -> bool:
@@ -34,7 +34,7 @@ def _is_pow2(spec: Spec) -> bool:
 
 @lru_cache
 def _wanted(text: str) -> _Wanted | None:
-    """Every call of the op has its specs as text."""
+    """Parse a spec; cached, because every call of the op passes its specs as text."""
     if not text:
         return None
     spec = Spec.parse(text)
@@ -51,42 +51,48 @@ def _wanted(text: str) -> _Wanted | None:
 def quantize(
     x: Tensor, spec: str, scale: Tensor | None, transpose: str, transpose_scale: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, scale, qt, t_scale. What was not asked for (an empty spec), scales that were given, and a t_scale that is the scale (`share_scale`) are absent: an op's outputs may
-    alias neither its inputs nor one another."""
+    """Return q, scale, qt, t_scale.
+
+    An op's outputs may alias neither its inputs nor one another. So outputs with an empty spec, given scales, and a
+    t_scale that equals the scale (`share_scale`) are absent.
+    """
     want, want_t = _wanted(spec), _wanted(transpose)
     if want_t is None:
         return *_quantize_alone(x, want, scale, seed), None, None
-    turned = (x.shape[1], x.shape[0])
+    shape_t = (x.shape[1], x.shape[0])
     if want is not None and _rows_come_first(x, want, want_t):
         return _rows_then_transpose(x, want, want_t, transpose_scale, seed)
     scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
     if want is None:
         qt, t_made = kernels.quantize_transposed(x, source=want_t.source, scale=transpose_scale, seed=seed, **want_t.options)  # fmt: skip
-        return None, None, qt, _made(t_made, turned, want_t)
+        return None, None, qt, _made_scale(t_made, shape_t, want_t)
     o, o_t = want.options, want_t.options
     q, made, qt, t_made = kernels.quantize_both(
         x, source=want.source, scale=scale, t_source=want_t.source, t_scale=transpose_scale, seed=seed, **o,
         t_e5m2=o_t["e5m2"], t_pow2=o_t["pow2"], t_stochastic=o_t["stochastic"],
     )  # fmt: skip
     shared = want.whole and share_scale(want.spec, want_t.spec)
-    return q, _made(made, x.shape, want), qt, None if shared else _made(t_made, turned, want_t)
+    return q, _made_scale(made, x.shape, want), qt, None if shared else _made_scale(t_made, shape_t, want_t)
 
 
 def share_scale(spec: Spec, transpose: Spec) -> bool:
-    """Whether a matrix and its transpose have one scale, made here: of the whole tensor, by the same rule."""
+    """Return True if a matrix and its transpose have the same dynamic tensor scale."""
     whole = all(s.block == TENSOR and s.mode == "dynamic" for s in (spec, transpose))
     return whole and (spec.format == E5M2) == (transpose.format == E5M2) and _is_pow2(spec) == _is_pow2(transpose)
 
 
 def _rows_come_first(x: Tensor, want: _Wanted, want_t: _Wanted) -> bool:
-    """Whether two passes without a pass for maxima do it: rows, then the transpose; where the transpose needs its columns' maxima, rows keep them."""
+    """Return True if two passes suffice, without one for the amax: rows, then the transpose.
+
+    If the transpose needs the amax of its rows (columns of x), the first pass collects them.
+    """
     return want.rows and not want_t.whole and not (want_t.rows and x.shape[1] > kernels.WIDEST_ROW)
 
 
 def _rows_then_transpose(
     x: Tensor, want: _Wanted, want_t: _Wanted, scale_t: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    options, turned = want_t.options, (x.shape[1], x.shape[0])
+    options, shape_t = want_t.options, (x.shape[1], x.shape[0])
     if want_t.rows:
         q, made, scale_t = kernels.quantize_rows_and_columns(
             x, seed=seed, t_e5m2=options["e5m2"], t_pow2=options["pow2"], **want.options
@@ -97,7 +103,7 @@ def _rows_then_transpose(
     qt, t_made = kernels.quantize_transposed(
         x, source=want_t.source, scale=scale_t, seed=seed, backwards=True, **options
     )
-    return q, _made(made, x.shape, want), qt, _made(t_made, turned, want_t)
+    return q, _made_scale(made, x.shape, want), qt, _made_scale(t_made, shape_t, want_t)
 
 
 def _quantize_alone(x: Tensor, want: _Wanted, scale: Tensor | None, seed: int) -> tuple[Tensor, Tensor | None]:
@@ -105,10 +111,11 @@ def _quantize_alone(x: Tensor, want: _Wanted, scale: Tensor | None, seed: int) -
         return kernels.quantize_rows(x, seed=seed, **want.options)
     scale, _ = _global_scales(x, want, scale, None, None)
     q, made = kernels.quantize_tiles(x, source=want.source, scale=scale, seed=seed, **want.options)
-    return q, _made(made, x.shape, want)
+    return q, _made_scale(made, x.shape, want)
 
 
-def _made(scale: Tensor, shape: tuple[int, ...], want: _Wanted) -> Tensor | None:
+def _made_scale(scale: Tensor, shape: tuple[int, ...], want: _Wanted) -> Tensor | None:
+    """Return a dynamic scale in the shape of its spec, None for a given one."""
     if want.spec.mode != "dynamic":
         return None
     return scale.reshape(scale_shape(shape, want.spec.block)) if want.rows or want.whole else scale
@@ -139,7 +146,7 @@ def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
 def _global_scales(
     x: Tensor, want: _Wanted | None, scale: Tensor | None, want_t: _Wanted | None, scale_t: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Scales that no tile can know alone, from one more read of x; given ones as contiguous float32."""
+    """Return the scales that need all of x, from one more read of it, and given ones as contiguous float32."""
     row, column = want is not None and want.rows, want_t is not None and want_t.rows
     whole, whole_t = want is not None and want.whole, want_t is not None and want_t.whole
     scale = None if scale is None else scale.to(x.device, torch.float32).contiguous()
@@ -148,18 +155,22 @@ def _global_scales(
     if not (row or column or tensor):
         return scale, scale_t
     owners = [want] * row + [want_t] * column + [want if whole else want_t] * tensor
-    made = kernels.global_scales(x, row=row, column=column, tensor=tensor, options=[_pair(owner) for owner in owners])
+    made = kernels.global_scales(
+        x, row=row, column=column, tensor=tensor, options=[_scale_options(owner) for owner in owners]
+    )
     total = made.pop() if tensor else None
     if row or whole:
         scale = made.pop(0) if row else total
     if column or whole_t:
         scale_t = made.pop() if column else total
-        if whole_t and whole and _pair(want) != _pair(want_t):
-            scale_t = kernels.global_scales(x, row=False, column=False, tensor=True, options=[_pair(want_t)])[0]
+        if whole_t and whole and _scale_options(want) != _scale_options(want_t):
+            scale_t = kernels.global_scales(x, row=False, column=False, tensor=True, options=[_scale_options(want_t)])[
+                0
+            ]
     return scale, scale_t
 
 
-def _pair(want: _Wanted) -> tuple[bool, bool]:
+def _scale_options(want: _Wanted) -> tuple[bool, bool]:
     return want.options["e5m2"], want.options["pow2"]
 
 
