@@ -1,6 +1,6 @@
 """loka: FP8 that is practical for recommendation models.
 
-Importing this package is free: it initialises no CUDA, reads no environment variable and imports neither torch nor any
+Importing this package is free: it initializes no CUDA, reads no environment variable and imports neither torch nor any
 optional library. Public names are resolved on first use.
 """
 

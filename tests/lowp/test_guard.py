@@ -272,7 +272,7 @@ class TestRestart:
         resumed.load_state_dict(state)
         load_scale_state(again, scale)
         assert [m.binding for m in again[::2]] == [m.binding for m in model[::2]]
-        assert [m.state.note for m in again[::2]] == ["guard: an error", "decided anew: x moved", ""]
+        assert [m.state.note for m in again[::2]] == ["guard: an error", "new decision: x moved", ""]
         assert (resumed.step, resumed.switches) == (guard.step, guard.switches) == (1, 1)
         assert torch.equal(again(x), model(x))
         assert resumed.state_dict() == state

@@ -219,7 +219,7 @@ def test_a_compiled_model_runs_what_is_left_and_the_event_says_what_is_made_anew
         train(m, x, lr=1e-2)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     events = [guard.put_back("2")[0] for guard in guards]
-    anew = "the model compiles anew in the next step; a CUDA graph that captured it must be captured again"
+    anew = "the model recompiles in the next step; a CUDA graph that captured it must be captured again"
     assert anew in events[0].reason
     assert "compiles" not in events[1].reason
     for m in (compiled, twin):

@@ -52,7 +52,7 @@ def test_compiled() -> None:
         Net, lambda model: torch.compile(model, backend="eager")
     )  # what a backend makes of a chain: tests/lowp
     check(found, units=[TOWER])
-    assert "compiles anew" in found["opened"][0]
+    assert "recompiles" in found["opened"][0]
 
 
 @pytest.fixture(scope="module")

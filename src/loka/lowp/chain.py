@@ -52,9 +52,9 @@ class Tap(Protocol):
         """Whether the current step is observed."""
 
     def see(self, chain: "Chain", x: Tensor, y: Tensor, seed: Tensor | None) -> Tensor:
-        """Observe the input, the output and the dropout seed of one call.
+        """Observe one call: its input, output and dropout seed.
 
-        Return y, or a view of it to see its gradient.
+        Return y, or its values in a tensor to observe its gradient.
         """
 
 

@@ -80,7 +80,7 @@ class Link:
 
     @property
     def floor(self) -> float:
-        """A lower bound of the magnitude to scale for: a sigmoid reaches 1 however small the largest |z| is."""
+        """The least magnitude to scale for: sigmoid(0) is 1/2, and would saturate with a scale from a small |z|."""
         return 1.0 if self.activation == "sigmoid" and self.norm == "none" else 0.0
 
     @property

@@ -385,7 +385,7 @@ class Guard:
             and any(inner is linear for inner in module.modules())
         ]
         again = "a CUDA graph that captured it must be captured again"
-        return f"{' and '.join(compiled)} compiles anew in the next step; {again}" if compiled else again
+        return f"{' and '.join(compiled)} recompiles in the next step; {again}" if compiled else again
 
     def _open(self, site: str, note: str) -> None:
         """Return one linear of a chain to high precision; the chain is split."""
@@ -405,12 +405,12 @@ class Guard:
             if self.decide(site) is None:
                 return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
             again = self._describe_redo(site)
-            self._open(site, f"decided anew: {reason}")
+            self._open(site, f"new decision: {reason}")
             return GuardEvent(self.step, site, "rebound", f"{reason}; in high precision now; {again}")
         binding = self.decide(site)
         if binding is None or binding == self.sites[site].binding:
             return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
-        self._bind(site, binding, f"decided anew: {reason}")
+        self._bind(site, binding, f"new decision: {reason}")
         return GuardEvent(self.step, site, "rebound", f"{reason}; now {binding}; {self._describe_redo(site)}")
 
 

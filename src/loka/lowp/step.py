@@ -54,7 +54,7 @@ def file_magnitudes(placed: "Iterable[Linear | Chain]") -> None:
 def end_step(placed: "Iterable[Linear | Chain]") -> None:
     """Do what an optimizer's step causes, without one, for steps that are timed and train nothing.
 
-    Weights are quantized anew in the next forward, and magnitudes are filed.
+    Weights are quantized again in the next forward, and magnitudes are filed.
     """
     placed = list(placed)
     for one in placed:

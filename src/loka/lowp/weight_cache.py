@@ -86,7 +86,7 @@ class _Made:
         return same_storage and self.place == _place_of(weight)
 
     def still_holds(self, weight: Tensor) -> bool:
-        """Whether the weight, which by all counters is the same, holds what it held, as far as a cheap look tells."""
+        """Check cheaply whether a weight that seems unchanged still has the same values."""
         self.uses += 1
         if self.witness is None and self.uses == KEPT_FOR_LONG:
             self.witness = Witness(weight)

@@ -48,13 +48,13 @@ def see_paths(model: nn.Module, example: Any, modes: Sequence[bool]) -> dict[boo
 
 def find_shared(flows: Iterable[Flow]) -> set[str]:
     """Return the modules whose input comes from different calls, on one path or on several."""
-    behind: dict[str, set[tuple[str, str]]] = {}
+    sources: dict[str, set[tuple[str, str]]] = {}
     for flow in flows:
         for call in flow.calls:
             if call.site is not None:
                 made = [flow.maker(value) for value in call.inputs]
-                behind.setdefault(call.site, set()).update((c.site or c.op, c.inside) for c in made if c is not None)
-    return {site for site, makers in behind.items() if len(makers) > 1}
+                sources.setdefault(call.site, set()).update((c.site or c.op, c.inside) for c in made if c is not None)
+    return {site for site, makers in sources.items() if len(makers) > 1}
 
 
 def find_holders(model: nn.Module) -> dict[str, str]:
