@@ -260,7 +260,7 @@ class TestRefusals:
             ({"requests": ()}, "ascending"),
             ({"requests": (4, 2)}, "ascending"),
             ({"dtype": "fp8"}, "expected one of"),
-            ({"graphs": True}, "CUDA graphs were asked for"),
+            ({"graphs": True}, "CUDA graphs were requested"),
             ({"backends": (("router", "triton"),)}, "asks for router: 'triton'; an engine runs quantize, "),
             ({"backends": (("route", "torch"),)}, "asks for route: 'torch'; route has auto, triton, reference"),
         ):

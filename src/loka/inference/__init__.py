@@ -1,10 +1,10 @@
-"""inference: generate recommendations with OneRec, in 16 bits or FP8, for many requests and many beams.
+"""Generate recommendations with OneRec, in 16-bit or FP8, for many requests and many beams.
 
     engine = Engine(model, EngineConfig(beams=512), valid=index.trie)
     engine.generate([Request(history_as_codes), ...])
 
-The model may be plain or quantised (`loka.quantize`); the same engine runs both. `Recommender` speaks items and titles instead of codes. Batches of requests
-that arrive one by one, under a deadline, are formed by loka.serving.
+The same engine runs plain and quantized models (`loka.quantize`). `Recommender` takes and returns items instead of
+codes. loka.serving forms batches of requests that arrive one by one, under a deadline.
 """
 
 from loka.inference.bundle import Bundle, is_bundle, load_bundle, save_bundle

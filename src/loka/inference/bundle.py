@@ -1,8 +1,8 @@
-"""A generative recommender in a folder: everything that is needed to recommend, and nothing of the data.
+"""A generative recommender in a folder: everything needed to recommend, without the data.
 
-model.safetensors    the model, plain or quantised, with its configuration (loka.ptq.save)
-index.safetensors    which id is which item
-bundle.json          which data and training it came from
+model.safetensors    the model, plain or quantized, with its configuration (loka.ptq.save)
+index.safetensors    the semantic ids of the items
+bundle.json          the data and training it came from
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,17 @@ MODEL, INDEX, INFO = "model.safetensors", "index.safetensors", "bundle.json"
 
 @dataclass(frozen=True)
 class Bundle:
-    """Model, index and where they came from; `summary` says what is quantised."""
+    """A generative recommender.
+
+    Args:
+        model: the model, plain or quantized.
+        summary: what is quantized.
+        index: the semantic ids of the items.
+        info: the data and training it came from.
+
+    Example:
+        >>> load_bundle("runs/onerec").info.data                                        # doctest: +SKIP
+    """
 
     model: OneRec
     summary: Summary
@@ -42,10 +52,10 @@ class Bundle:
     def open_data(
         self, name: str | None = None, *, root: Path | None = None, source: Path | None = None
     ) -> "SequenceData":
-        """The data it was made from, as it was read then; or another set of the same items.
+        """Open the data it was trained on, with the same options, or another data set of the same items.
 
         Args:
-            name: of a data set; None for the model's own.
+            name: name of a data set; None for the model's own.
             root: folder of raw data and caches.
             source: raw files of the data set.
 
@@ -53,7 +63,7 @@ class Bundle:
             The sequences.
 
         Raises:
-            ValueError: the data number other items than the ids do.
+            ValueError: the index has items that the data do not.
         """
         from loka.data import load_sequences
 
@@ -65,7 +75,16 @@ class Bundle:
 
 
 def save_bundle(bundle: Bundle, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a bundle; the description comes last, so that a folder with one is complete."""
+    """Write a bundle. bundle.json is written last, so that a folder with this file is complete.
+
+    Args:
+        bundle: the recommender.
+        folder: folder to write.
+        dtype: dtype of the weights that are not quantized.
+
+    Example:
+        >>> save_bundle(bundle, "runs/onerec-fp8")                                      # doctest: +SKIP
+    """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     save(bundle.model, bundle.summary, target / MODEL, dtype=dtype)
@@ -74,12 +93,34 @@ def save_bundle(bundle: Bundle, folder: str | Path, *, dtype: torch.dtype = torc
 
 
 def is_bundle(folder: str | Path) -> bool:
-    """Whether a folder holds a generative recommender's bundle."""
+    """Return True if a folder holds the bundle of a generative recommender.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        Whether it has a bundle.json.
+
+    Example:
+        >>> is_bundle("runs/nothing")
+        False
+    """
     return (Path(folder) / INFO).is_file()
 
 
 def load_bundle(folder: str | Path, *, device: torch.device | str = "cpu") -> Bundle:
-    """Read a bundle; weights are float32 again, what is quantised stays as it is."""
+    """Load a bundle. Weights are converted to float32; quantized ones stay as they are.
+
+    Args:
+        folder: folder written by `save_bundle`.
+        device: device of the model.
+
+    Returns:
+        The recommender.
+
+    Example:
+        >>> load_bundle("runs/onerec", device="cuda").model                             # doctest: +SKIP
+    """
     source = Path(folder)
     if not is_bundle(source):
         raise ValueError(f"{source} holds no {INFO}; hint: loka train --model onerec --out {source}")

@@ -1,4 +1,4 @@
-"""The offline A/B: two models, the same users, every metric with its interval and a verdict, and the check that the arms are comparable at all."""
+"""Offline A/B comparison of two models on the same users: a check of the sample ratio, then intervals and verdicts."""
 
 import torch
 from torch import Tensor
@@ -21,10 +21,24 @@ def compare_arms(
     overlap: list[Overlap] | None = None,
     seed: int = 0,
 ) -> PairedTest:
-    """Per-user values of both arms, [U] each and with their users; users that only one arm answered for are counted and left out.
+    """Compare per-user metrics of two arms, paired by user. Users that only one arm has are left out of the metrics.
 
-    `margin` is relative: 0.01 says that a change below one percent does not matter. A metric whose baseline is negative (a log-likelihood) is compared
-    relative to its size.
+    Args:
+        baseline: metric -> values [U] of the baseline.
+        candidate: metric -> values [U] of the candidate.
+        users: the users of both arms, int64 [U] each.
+        margin: relative change that counts as equivalent; 0.01 is one percent. A metric with a negative baseline (a
+            log-likelihood) is compared relative to its magnitude.
+        names: names of the arms.
+        data: name of the data.
+        overlap: overlap of the recommended lists, for the record.
+        seed: seed of the bootstrap.
+
+    Returns:
+        The record of the comparison, with the check of the sample ratio.
+
+    Example:
+        >>> compare_arms(a, b, (users, users), margin=0.01, names=("a", "b"), data="ml-1m")    # doctest: +SKIP
     """
     missing = set(baseline) ^ set(candidate)
     if missing:
@@ -37,7 +51,7 @@ def compare_arms(
     pairs = {name: (values[places[0]], candidate[name][places[1]]) for name, values in baseline.items()}
     empty = [name for name, (first, _) in pairs.items() if not bool(first.any())]
     if len(empty) == len(pairs):
-        raise ValueError(f"{', '.join(empty)}: zero for every user of the baseline, no relative change can be told")
+        raise ValueError(f"{', '.join(empty)}: zero for every user of the baseline, so a relative change is undefined")
     metrics = [_compare(name, *pair, margin, seed) for name, pair in pairs.items() if name not in empty]
     return PairedTest(
         baseline=names[0],
@@ -46,7 +60,7 @@ def compare_arms(
         split=SplitCheck(observed=list(check.observed), p_value=check.p_value, mismatch=check.mismatch),
         metrics=metrics,
         overlap=overlap or [],
-        notes=[f"{name} is zero for every user of the baseline: no relative change can be told" for name in empty],
+        notes=[f"{name} is zero for every user of the baseline: a relative change is undefined" for name in empty],
         environment=capture_environment(),
     )
 
@@ -83,7 +97,19 @@ def _compare(name: str, baseline: Tensor, candidate: Tensor, margin: float, seed
 
 
 def overlap_of(first: UserMetrics, second: UserMetrics, ns: tuple[int, ...]) -> list[Overlap]:
-    """Overlap of what both arms recommended, for the users both answered for, at every n that the lists are long enough for."""
+    """Compute the overlap of the lists that two arms recommended to their common users.
+
+    Args:
+        first: the first arm.
+        second: the second arm.
+        ns: list lengths; those longer than the recommended lists are left out.
+
+    Returns:
+        The overlap at every usable n.
+
+    Example:
+        >>> overlap_of(baseline, candidate, (10, 50))                                   # doctest: +SKIP
+    """
     both = torch.tensor(sorted(set(first.users.tolist()) & set(second.users.tolist())))
     width = min(first.items.shape[1], second.items.shape[1])
     usable = [n for n in ns if n <= width]

@@ -1,8 +1,9 @@
-"""What an engine is built for: beam width, the shapes it prepares, precision, and how the small operations run.
+"""The configuration of an engine: beam width, the shapes it prepares, precision, and how the small operations run.
 
-A bucket is (requests, context length). Every batch runs in the smallest bucket that holds it, padded: shapes are then known before the first request,
-memory is allocated once, and on a GPU each bucket is one CUDA graph. `batch_invariant` keeps one bucket only, the largest: a request then meets
-the same shapes, hence the same kernels and the same order of every sum, whoever else is in the batch.
+A bucket is (requests, context length). Every batch runs in the smallest bucket that holds it, padded, so that shapes
+are known before the first request, memory is allocated once, and on a GPU each bucket is one CUDA graph.
+`batch_invariant` keeps only the largest bucket: every request then runs with the same shapes, and so with the same
+kernels and the same order of summation, whatever else is in the batch.
 """
 
 from dataclasses import dataclass
@@ -19,23 +20,29 @@ Bucket = tuple[int, int]  # requests, context length
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine is built for.
+    """The configuration of an engine.
 
     Args:
-        beams: width of the search.
+        beams: width of the beam search.
         requests: batch sizes to prepare.
-        contexts: context lengths in items; None: the model's longest.
-        dtype: of everything that is not quantised.
-        normalize: what probabilities sum to one over, as the model was trained: the whole "codebook", or the "valid" codes.
-        batch_invariant: a request's result does not depend on its batch: one bucket only, the largest.
-        graphs: CUDA graphs; None: where there is a GPU.
-        fuse: torch.compile the small operations between the GEMMs; None: where there is a GPU.
-        tune: time the backends of every GEMM and take the fastest; None: where there is a GPU and results need not be batch invariant. Otherwise the registry's order decides.
-        fold_shared: make the shared expert one of the grouped GEMM's, where it fits.
-        fast_accum: let FP8 GEMMs keep their sums in the tensor cores, where their recipe says so.
-        context_cache: how keys and values of a context are kept: "plain" in `dtype`, or "e4m3" in half of that memory, where they come out of a norm.
-        backends: (op, backend) of loka.kernels; "auto" where an op is not named.
-        memory: bytes the engine may use; None: what the GPU has free.
+        contexts: context lengths to prepare, in items; None: the model's longest.
+        dtype: precision of everything that is not quantized: "bf16", "fp16" or "fp32".
+        normalize: what probabilities are normalized over, as in training: the whole "codebook", or the "valid" codes.
+        batch_invariant: make results independent of the rest of the batch, with one bucket only, the largest.
+        graphs: use CUDA graphs; None: on a GPU.
+        fuse: torch.compile the small operations between the GEMMs; None: on a GPU.
+        tune: time the backends of every GEMM and use the fastest; None: on a GPU, unless `batch_invariant`. Otherwise
+            the order of the registry decides.
+        fold_shared: run the shared expert as one more expert of the grouped GEMM, where it fits.
+        fast_accum: let FP8 GEMMs accumulate in the tensor cores, where their recipe allows it.
+        context_cache: format of the keys and values of contexts: "plain" (in `dtype`), or "e4m3", which takes half the
+            memory of 16-bit and needs them to come out of a norm.
+        backends: (op, backend) pairs of loka.kernels; an op that is not named uses "auto".
+        memory: bytes the engine may use; None: the free memory of the GPU.
+
+    Example:
+        >>> EngineConfig(beams=50, requests=(1, 8)).buckets(512)
+        [(1, 512), (8, 512)]
     """
 
     beams: int = 512
@@ -54,7 +61,6 @@ class EngineConfig:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        """Positive, ascending, known."""
         if self.beams < 1:
             raise ValueError(f"EngineConfig.beams is {self.beams}; a search needs at least one")
         for name in ("requests", "contexts"):
@@ -77,15 +83,15 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of what is not quantised."""
+        """The dtype of everything that is not quantized."""
         return DTYPES[self.dtype]
 
     def backend(self, op: str) -> str:
-        """The backend asked for, else `auto`."""
+        """Return the configured backend of an op, else `auto`."""
         return dict(self.backends).get(op, "auto")
 
     def buckets(self, longest: int) -> list[Bucket]:
-        """(requests, context length) to prepare, for a model whose longest context is `longest` items."""
+        """Return the (requests, context length) to prepare for a model whose longest context is `longest` items."""
         contexts = self.contexts or (longest,)
         if contexts[-1] > longest:
             raise ValueError(f"contexts go up to {contexts[-1]} items, the model was built for {longest}")
@@ -95,7 +101,7 @@ class EngineConfig:
 
 
 def choose_bucket(buckets: list[Bucket], requests: int, length: int) -> Bucket:
-    """The smallest bucket that holds so many requests of at most `length` items; a longer context is cut to the longest bucket."""
+    """Return the smallest bucket for so many requests of at most `length` items; the longest if none is long enough."""
     length = min(length, max(s for _, s in buckets))
     fitting = [(s, r) for r, s in buckets if r >= requests and s >= length]
     if not fitting:

@@ -1,11 +1,12 @@
-"""Only valid ids: how the trie takes part in choosing the next codes, per level, without leaving the device.
+"""Constrain the search to valid ids: choose the next codes with the trie, level by level, on the device.
 
     listed     few codes may follow a node: score only those, gathered from the logits; candidates are beams x fan-out
-    masked     many may: a table of one mask per node of the level, looked up by the nodes of the beams
-    computed   the table would be too large: the mask is made by binary search, every time
+    masked     many codes may follow: a table with one mask per node of the level, looked up by the nodes of the beams
+    computed   the table would be too large: the mask is computed by binary search in every step
 
-All three give the same choice. Probabilities sum to one over the whole codebook, or with `valid_only` over the codes that may follow, as a model expects
-whose loss saw valid codes only. Beams that are no valid prefix (node -1) have no continuation: their score is -inf and stays so.
+All three choose the same codes. Probabilities are normalized over the whole codebook, or with `valid_only` over the
+codes that may follow, for models whose training loss was normalized that way. Beams that are not a valid prefix (node
+-1) have no continuation: their score is and stays -inf.
 """
 
 from collections.abc import Callable
@@ -18,15 +19,15 @@ from loka.kernels.topk import beam_topk, topk
 from loka.semantic_ids import Trie
 
 TABLE_BYTES = 2**27
-# not -inf: a dead beam has no valid code, and a sum over nothing has no logarithm
+# Not -inf: a dead beam has no valid code, so its log-sum-exp would be -inf, and subtracting that gives inf or NaN
 LOWEST = torch.finfo(torch.float32).min
 Lse = Callable[[Tensor], Tensor]
-LISTED_SHARE = 4  # list the codes where the fan-out is at most this part of the codebook
+LISTED_SHARE = 4  # list the codes if the fan-out is at most the codebook's size divided by this
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """The k best continuations: scores [R, k], parent beams, codes, and the nodes they lead to where there is a trie."""
+    """The k best continuations, [R, k] each: scores, parent beams, codes, and the trie nodes they lead to, if any."""
 
     scores: Tensor
     parents: Tensor
@@ -35,19 +36,19 @@ class Continuations:
 
 
 class Unconstrained:
-    """Every code may follow."""
+    """Any code may follow."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
     def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Continuations:
-        """The k best of logits [R, B, V] under beams with scores [R, B]."""
+        """Return the k best continuations of beams with scores [R, B], given logits [R, B, V]."""
         best, parents, codes = beam_topk(logits, scores, k, backend=self.backend)
         return Continuations(best, parents, codes, None)
 
 
 class Masked:
-    """A mask over the codebook; `table` has one row per node of the level and a last one without any code."""
+    """Mask the codebook; `table` has one row per node of the level, and a last row that allows no code."""
 
     def __init__(
         self, trie: Trie, level: int, backend: str, lse: Lse, *, table: bool, valid_only: bool = False
@@ -61,8 +62,8 @@ class Masked:
             self.table = torch.cat([rows, torch.zeros_like(rows[:1])])
 
     def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Continuations:
-        """As Unconstrained, among valid codes."""
-        assert nodes is not None  # a constrained search has them
+        """Return the k best valid continuations. See `Unconstrained.choose`."""
+        assert nodes is not None  # a constrained search has nodes
         if self.table is None:
             mask = self.trie.mask(nodes, self.level)
         else:
@@ -74,20 +75,20 @@ class Masked:
 
 
 class Listed:
-    """Only the codes that may follow are scored."""
+    """Score only the codes that may follow."""
 
     def __init__(self, trie: Trie, level: int, backend: str, lse: Lse, *, valid_only: bool = False) -> None:
         self.trie, self.level, self.backend, self.lse, self.valid_only = trie, level, backend, lse, valid_only
 
     def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Continuations:
-        """As Unconstrained, among valid codes."""
-        assert nodes is not None  # a constrained search has them
+        """Return the k best valid continuations. See `Unconstrained.choose`."""
+        assert nodes is not None  # a constrained search has nodes
         codes, children = self.trie.allowed(nodes, self.level)
         known = logits.gather(2, codes.clamp(min=0)).float()
         mass = self.lse(torch.where(codes >= 0, known, LOWEST)) if self.valid_only else self.lse(logits)
         total = scores[..., None] + (known - mass[..., None])
         total = torch.where(codes >= 0, total, float("-inf")).flatten(1)
-        if total.shape[1] < k:  # fewer places than beams: the rest are no ids
+        if total.shape[1] < k:  # fewer candidates than beams: pad with dead beams
             total = torch.nn.functional.pad(total, (0, k - total.shape[1]), value=float("-inf"))
         best, at = topk(total, k, backend=self.backend)
         at = torch.where(best > float("-inf"), at, 0)
@@ -101,7 +102,7 @@ Constraint = Unconstrained | Masked | Listed
 def make_constraints(
     trie: Trie | None, levels: int, backend: str, lse: Lse, *, valid_only: bool = False
 ) -> list[Constraint]:
-    """One per level, each in the way that suits its part of the trie."""
+    """Make one constraint per level, of the kind that suits that level of the trie."""
     if trie is None:
         if valid_only:
             raise ValueError("normalize='valid' needs valid ids: give the engine a trie")

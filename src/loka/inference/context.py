@@ -1,15 +1,17 @@
-"""The context of every request, once per request: keys and values that all blocks and all beams share.
+"""Compute the context of every request once: keys and values that all blocks and all beams share.
 
-Tokens are laid out newest first behind the static one:
+Tokens are laid out newest first, after the static token:
 
     0            static token of the user
-    1 ... n      items by age: the newest is token 1, so token t has age t - 1, and the `short` most recent are always tokens 1 ... short
+    1 ... n      items by age: token t has age t - 1, so the `short` most recent items are always tokens 1 ... short
 
-Order does not matter to attention, and in this one nothing has to be moved: positions are a slice of a table, the short-term and the long-term
-projection each take a slice, and the real tokens of a request are a prefix of length n + 1, which is what kernels.beam_attention wants.
+Attention does not depend on the order, and with this one nothing has to be moved: positions are a slice of a table, the
+short-term and the long-term projection each take a slice, and the real tokens of a request are a prefix of length n +
+1, which is what kernels.beam_attention expects.
 
-Kept in E4M3, keys and values need no scales: they come out of a norm, so a row's root mean square is that of the norm's gains. Between 1/4 and 16 of it nothing near the mean falls among the
-subnormals and nothing short of 28 times the mean is cut off; a model outside of that, or without norms, is refused.
+In E4M3, keys and values need no scales: they come out of a norm, so the root mean square of a row is that of the norm's
+gains. While that is between 1/4 and 16, no value near the mean is subnormal and none below 28 times the mean is
+clipped. A model outside of that range, or without norms, is not supported.
 """
 
 from dataclasses import dataclass
@@ -25,12 +27,12 @@ from loka.models.onerec import ContextProcessor, OneRec
 
 Pair = tuple[Tensor, Tensor]
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-GAINS = (0.25, 16.0)  # root mean square of a norm's gains that E4M3 without a scale suits
+GAINS = (0.25, 16.0)  # range of the root mean square of a norm's gains that E4M3 without a scale supports
 
 
 @dataclass(frozen=True)
 class PackedContext:
-    """The context processor, and the tables it reads."""
+    """The weights of the context processor, and the tables it reads."""
 
     table: Tensor
     first_rows: Tensor
@@ -50,7 +52,7 @@ class PackedContext:
 
     @classmethod
     def of(cls, model: OneRec, placement: Placement, table: Tensor, *, cache: str = "plain") -> "PackedContext":
-        """From a OneRec module; `table` is its code table as the engine has it, `cache` what keys and values are kept in."""
+        """Pack a OneRec module. `table` is the engine's copy of its code table, `cache` the format of keys, values."""
         part: ContextProcessor = model.context
         config = model.config
         chunk_norms = [PackedNorm.of(n, placement) for n in part.chunk_norms]
@@ -76,7 +78,7 @@ class PackedContext:
         )
 
     def __call__(self, codes: Tensor, static: Tensor | None) -> list[Pair]:
-        """codes int64 [R, S, columns], newest first, padded with any code; -> pairs of keys and values [R, S + 1, G, D]."""
+        """Return pairs of keys and values [R, S + 1, G, D] of codes int64 [R, S, columns], newest first, padded."""
         requests, length, _ = codes.shape
         dtype = self.table.dtype
         levels = len(self.first_rows)
@@ -96,15 +98,15 @@ class PackedContext:
             made = [c.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn) for c in made]
         heads = [c.view(requests, length + 1, self.groups, -1) for c in made]
         step = len(self.chunk_norms) // self.pairs
-        if self.low:  # values by columns, as FP8 products take them
+        if self.low:  # values by columns, as FP8 GEMMs take them
             return [(heads[i * step], token_columns(heads[i * step + step - 1])) for i in range(self.pairs)]
         return [(heads[i * step], heads[i * step + step - 1]) for i in range(self.pairs)]
 
     def _static(self, requests: int, static: Tensor | None) -> Tensor:
         if self.static is None:
-            assert self.seed is not None  # one or the other
+            assert self.seed is not None  # set if there is no static projection
             return self.seed.expand(requests, -1, -1)
-        assert static is not None  # requests were checked
+        assert static is not None  # checked by check_request
         return self._apply(self.static, static.to(self.table.dtype).unsqueeze(1))
 
     @staticmethod
@@ -114,11 +116,11 @@ class PackedContext:
 
 
 def _check_gains(norms: list[PackedNorm]) -> None:
-    """Raise where keys or values may lie outside of what E4M3 holds well."""
+    """Raise ValueError if keys or values may lie outside the range of unscaled E4M3."""
     for place, norm in enumerate(norms):
         hint = "hint: context_cache='plain'"
         if norm.kind == "none":
-            raise ValueError(f"context_cache='e4m3' has no scales and needs keys and values that come out of a norm; this model has none; {hint}")  # fmt: skip
+            raise ValueError(f"context_cache='e4m3' has no scales and needs a norm before keys and values; this model has none; {hint}")  # fmt: skip
         gain = 1.0 if norm.weight is None else float(norm.weight.float().square().mean().sqrt())
         if not GAINS[0] <= gain <= GAINS[1]:
             raise ValueError(f"context_cache='e4m3' has no scales; norm {place} of the context has gains of {gain:.3g}, expected {GAINS[0]} to {GAINS[1]}; {hint}")  # fmt: skip

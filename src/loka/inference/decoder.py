@@ -1,13 +1,12 @@
-"""One generation: context once, then one step per level over all beams of all requests, all shapes known in advance.
+"""Beam search: the context once, then one step per level over all beams of all requests, with shapes known in advance.
 
     h [R w, d]      the newest position of every beam; w = 1 at the first level, then the beam width
-    delta           what the last sub-layer adds to h: the sum is made by the norm that follows, in the same pass
-    caches          per block, keys and values [levels - 1, R, W, H, D] of the steps made; beams that are reordered leave them where they are, and the last
-                    step's are read where its projection wrote them
-    lines           per step made, which of its beams every beam of today descends from: [R, w]
+    delta           the output of the last sub-layer, not yet added to h: the norm that follows adds it in the same pass
+    caches          per block, keys and values [levels - 1, R, W, H, D] of earlier steps; reordering beams does not move
+                    them, and those of the current step are read where its projection wrote them
+    lines           per earlier step, the ancestor in that step of every current beam: [R, w]
 
-Nothing here depends on the values of a request but the numbers
-themselves: the whole function can be captured in one CUDA graph.
+Control flow does not depend on the values of a request, so the whole function can be captured in one CUDA graph.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from loka.models.onerec import OneRecConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """A padded batch: codes int64 [R, S, columns] newest first, lengths int64 [R] in items, user features [R, F] where the model has them."""
+    """A padded batch: codes int64 [R, S, columns] newest first, lengths int64 [R] in items, user features [R, F]."""
 
     codes: Tensor
     lengths: Tensor
@@ -37,7 +36,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Found:
-    """Ids int64 [R, W, levels], log-probabilities float32 [R, W], best first, and the trie's leaves [R, W] where ids are constrained."""
+    """Ids int64 [R, W, levels] and log-probabilities float32 [R, W], best first; leaves of the trie [R, W], if any."""
 
     codes: Tensor
     scores: Tensor
@@ -45,7 +44,7 @@ class Found:
 
 
 def beam_widths(codebooks: tuple[int, ...], beams: int) -> list[int]:
-    """Beams alive before each level, and after the last: 1, then as many as asked for, or as there are prefixes."""
+    """Return the number of beams before each level and after the last: 1, then `beams` or the number of prefixes."""
     widths = [1]
     for size in codebooks:
         widths.append(min(beams, widths[-1] * size))
@@ -53,7 +52,7 @@ def beam_widths(codebooks: tuple[int, ...], beams: int) -> list[int]:
 
 
 class Decoder:
-    """The model as functions of a batch. `packed` may differ by number of rows: `wide` is used where there are beams, `narrow` at the first level."""
+    """Run a packed model on a batch. `narrow` is tuned for the rows of the first level, `wide` for later ones."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Decoder:
         self.dtype = wide.table.dtype
 
     def make_caches(self, requests: int, storage: list[Tensor] | None = None) -> list[Pair]:
-        """Room for keys and values of every block; `storage` are flat tensors to take it from."""
+        """Return memory for keys and values of every block, taken from the flat tensors of `storage` if given."""
         c = self.config
         shape = (2, c.levels - 1, requests, max(self.widths[:-1]), c.heads, c.d // c.heads)
         size = torch.Size(shape).numel()
@@ -83,7 +82,7 @@ class Decoder:
         return [(pair[0], pair[1]) for pair in pairs]
 
     def generate(self, inputs: Inputs, caches: list[Pair]) -> Found:
-        """The best ids of every request."""
+        """Generate the best ids of every request."""
         pairs = self.context(inputs.codes, inputs.static)
         seen = (inputs.lengths + 1).to(torch.int32)
         requests, device = inputs.codes.shape[0], inputs.codes.device
@@ -144,7 +143,7 @@ class Decoder:
         steps, requests, width = ancestors.shape
         c = self.config
         qkv = block.qkv(x, self.dtype).view(requests, width, 3, c.heads, c.d // c.heads)
-        # a quantiser that was asked for by name is the one that quantises
+        # fuse the quantization into attention unless a backend for quantize was configured
         spec = None if "quantize" in self.backends else block.self_out.activation
         name = self.backends.get("beam_attention", "auto")
         keep = steps < c.levels - 1
@@ -158,7 +157,7 @@ class Decoder:
             x, _, h = self.glue.add_norm(h, delta, block.ffn_norm, ffn.gate_up.activation)
             return h, self._swiglu(ffn, x)
         x, plain, h = self.glue.add_norm(h, delta, block.ffn_norm, ffn.specs[0], plain=True)
-        assert plain is not None  # asked for
+        assert plain is not None  # plain=True
         return h, self._mixture(ffn, x, plain)
 
     def _swiglu(self, ffn: PackedSwiGLU, x: Operand) -> Tensor:

@@ -1,14 +1,15 @@
-"""The engine: static memory, one prepared shape per bucket, the same code in 16 bits and in FP8.
+"""The generation engine: static memory, one prepared shape per bucket, the same code for 16-bit and FP8.
 
     engine = Engine(model, EngineConfig(beams=512), valid=index.trie)
     for found in engine.generate([Request(codes_of_history), ...]):
         found.items, found.scores
 
-The model may be plain, quantised (`loka.quantize`) or converted (`loka.convert`); the engine packs the choices it finds. On a GPU every bucket is captured as one CUDA graph on first use
-(`prepare` does it ahead), after a warm-up that compiles what is compiled and picks backends. All graphs share one memory pool and one set of caches, because
-one batch runs at a time. On a CPU the same functions run eagerly.
+The model may be plain, quantized (`loka.quantize`) or converted (`loka.convert`); the engine keeps its precisions. On a
+GPU every bucket is captured as one CUDA graph on first use (or ahead, by `warm`), after a warm-up that compiles and
+chooses backends. All graphs share one memory pool and one set of caches, because only one batch runs at a time. On a
+CPU the same functions run eagerly.
 
-Not here: who waits for whom (loka.serving), items instead of codes (loka.inference.recommender).
+Scheduling is in loka.serving, the translation between items and codes in loka.inference.recommender.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from loka.semantic_ids import Trie
 
 @dataclass
 class Prepared:
-    """A bucket: its static inputs and caches, and on a GPU its graph with the outputs it writes."""
+    """A prepared bucket: static inputs and caches, and on a GPU the graph with the outputs it writes."""
 
     inputs: Inputs
     caches: list[Pair]
@@ -43,7 +44,18 @@ class Prepared:
 
 
 class Engine:
-    """Generates for batches of requests."""
+    """Generate recommendations for batches of requests.
+
+    Args:
+        model: the model, plain, quantized or converted.
+        config: configuration of the engine.
+        valid: trie of the valid ids; None: any code may follow any other.
+        device: device to run on; default: the model's.
+
+    Example:
+        >>> engine = Engine(model, EngineConfig(beams=50), valid=index.trie)            # doctest: +SKIP
+        >>> engine.generate([Request(codes)])[0].items                                  # doctest: +SKIP
+    """
 
     def __init__(
         self,
@@ -56,7 +68,7 @@ class Engine:
         if not isinstance(model, OneRec):
             raise ValueError(f"the engine runs OneRec models, got {type(model).__name__}")
         if chained := [name for name, _ in chains_of(model)]:
-            raise ValueError(f"the engine packs linears and experts; {', '.join(chained[:5])} run as chains: revert(model), and quantize by a recipe")  # fmt: skip
+            raise ValueError(f"the engine runs linears and experts, but {', '.join(chained[:5])} run as chains; hint: revert(model), then quantize by a recipe")  # fmt: skip
         self.config = config or EngineConfig()
         self.model_config = model.config
         self.device = torch.device(device or model.begin.weight.device)
@@ -77,13 +89,13 @@ class Engine:
             only = self.config.normalize == "valid"
             levels = model.config.levels
             self.constraints = make_constraints(self.trie, levels, search, self.glue.lse, valid_only=only)
-            # A measured choice may fall differently in another process; who asks for invariance gets the fixed order.
+            # Measured choices may differ between processes, so batch invariance uses the fixed order.
             tune = gpu and not self.config.batch_invariant if self.config.tune is None else self.config.tune
             self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends), measure=tune)
             self._storage = self._allocate()
         self._prepared: dict[Bucket, Prepared] = {}
         self._pool: Any = None
-        self.captures = 0  # buckets prepared so far; a server shows that none is added once it is warm
+        self.captures = 0  # buckets prepared so far; a server checks that it does not grow once warm
 
     def _check(self, valid: Trie | None) -> None:
         if valid is not None and valid.codebook_sizes != self.model_config.codebooks:
@@ -91,7 +103,7 @@ class Engine:
                 f"the valid ids have codebooks {valid.codebook_sizes}, the model {self.model_config.codebooks}"
             )
         if self.config.graphs and self.device.type != "cuda":
-            raise ValueError(f"CUDA graphs were asked for, but the engine is on {self.device}")
+            raise ValueError(f"CUDA graphs were requested, but the engine is on {self.device}")
 
     def _allocate(self) -> list[Tensor]:
         c = self.model_config
@@ -100,7 +112,7 @@ class Engine:
         return [torch.empty(size, dtype=self.config.torch_dtype, device=self.device) for _ in range(c.layers)]
 
     def prepare(self, bucket: Bucket) -> Prepared:
-        """The bucket, ready to run; made on first use."""
+        """Return the bucket, ready to run; prepared on first use."""
         if bucket not in self._prepared:
             if bucket not in self.buckets:
                 raise ValueError(f"{bucket} is not one of the buckets {self.buckets}")
@@ -109,7 +121,7 @@ class Engine:
         return self._prepared[bucket]
 
     def warm(self) -> None:
-        """Prepare every bucket now, largest first, so that no request waits for it and memory is claimed at the start."""
+        """Prepare and run every bucket, largest first, so that no request waits for it and memory is allocated now."""
         for bucket in sorted(self.buckets, reverse=True):
             self.run(bucket)
 
@@ -135,7 +147,7 @@ class Engine:
         return made
 
     def _capture(self, made: Prepared) -> None:
-        """Warm up on another stream, as capture wants it, then record."""
+        """Warm up on a side stream, as CUDA graph capture requires, then capture."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -151,7 +163,7 @@ class Engine:
 
     @torch.no_grad()
     def run(self, bucket: Bucket, padded: Inputs | None = None) -> Found:
-        """One batch in its bucket; without inputs, the last ones again. The result is overwritten by the next run."""
+        """Run one batch in its bucket; without inputs, the last ones again. The next run overwrites the result."""
         made = self.prepare(bucket)
         if padded is not None:
             made.inputs.codes.copy_(padded.codes, non_blocking=True)
@@ -161,11 +173,11 @@ class Engine:
         if made.graph is None:
             return made.decoder.generate(made.inputs, made.caches)
         made.graph.replay()
-        assert made.found is not None  # capture set it
+        assert made.found is not None  # set by _capture
         return made.found
 
     def generate(self, requests: list[Request]) -> list[Recommendation]:
-        """Recommendations in the order of the requests; more than the largest bucket holds run in several batches."""
+        """Return recommendations in the order of the requests, in several batches if they exceed the largest bucket."""
         for place, request in enumerate(requests):
             check_request(request, self.model_config, place)
         largest = max(r for r, _ in self.buckets)
@@ -176,11 +188,11 @@ class Engine:
         return out
 
     def bucket_for(self, requests: list[Request]) -> Bucket:
-        """The bucket a batch of these runs in."""
+        """Return the bucket that a batch of these requests runs in."""
         return choose_bucket(self.buckets, len(requests), max(r.history.shape[0] for r in requests))
 
     def generate_in(self, bucket: Bucket, requests: list[Request]) -> list[Recommendation]:
-        """One batch in a bucket of the caller's choice, of requests that were checked."""
+        """Run one batch of checked requests in a bucket of the caller's choice."""
         found = self.run(bucket, pad_requests(requests, self.model_config, bucket))
         rows = len(requests)
         items = None

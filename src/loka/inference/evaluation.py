@@ -1,11 +1,11 @@
-"""Per-user quality of a generative recommender: what an offline A/B compares.
+"""Per-user quality metrics of a generative recommender, for offline A/B comparisons.
 
     recall@K            share of a user's held-out items among the first K recommended
-    ndcg@K              with gains 1 / log2(rank + 2), over the best order possible
+    ndcg@K              with gains 1 / log2(rank + 2), divided by that of the best possible order
     log-likelihood      mean over levels of log p(code), averaged over the held-out items that have an id
 
-Every metric is one number per user, so that two models can be compared pair by pair. Users without a held-out item that has an id are left out: nothing can
-be said about them.
+Every metric is one number per user, so that two models can be compared user by user. Users without a held-out item that
+has an id are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class UserMetrics:
-    """Users int64 [U], recommended items [U, beams] padded with -1, and one tensor [U] per metric."""
+    """Users int64 [U], their recommended items [U, beams] padded with -1, and one tensor [U] per metric."""
 
     users: Tensor
     items: Tensor
@@ -51,7 +51,26 @@ def evaluate_users(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> UserMetrics:
-    """Recommend for the first `users` of a split (all by default) and score what was held out."""
+    """Recommend to the users of a split and score their held-out items.
+
+    Args:
+        bundle: the recommender.
+        split: the split of a data set.
+        users: number of users, from the first; default: all.
+        beams: width of the beam search.
+        tops: values of K of the metrics.
+        dtype: precision of unquantized layers.
+        context_cache: see `EngineConfig`.
+        batch: users per batch.
+        device: device to run on.
+        progress: called as progress(done, total) after every batch.
+
+    Returns:
+        The metrics of every user that has a held-out item with an id.
+
+    Example:
+        >>> evaluate_users(bundle, data.test, users=500).values["recall@10"].mean()     # doctest: +SKIP
+    """
     if max(tops) > beams:
         raise ValueError(f"recall@{max(tops)} needs at least as many beams, got {beams}")
     config = EngineConfig(
@@ -76,7 +95,10 @@ def evaluate_users(
 def make_likelihood_score(
     bundle: Bundle, split: SequenceSplit, users: int
 ) -> Callable[[nn.Module], tuple[Tensor, Tensor | None]]:
-    """A score for `loka.quantize`: the negative log-likelihood of each user's held-out items, of the same users every time; ValueError where fewer than two have one with an id."""
+    """Return a score for `loka.quantize`: the negative log-likelihood of the held-out items, always of the same users.
+
+    Raises ValueError if fewer than two of the users have a held-out item with an id.
+    """
     cut = split.cut(np.arange(min(users, len(split))), bundle.model.config.context)
     goals = [torch.unique(t[torch.isin(t, bundle.index.items)]) for t in _rows(cut.targets)]
     keep = [i for i, t in enumerate(goals) if len(t)]
@@ -125,7 +147,7 @@ def _rows(jagged: Jagged) -> list[Tensor]:
 
 
 def _likelihood(bundle: Bundle, histories: list[Tensor], targets: list[Tensor]) -> Tensor:
-    """Mean over a user's targets of the mean log-probability of their codes."""
+    """Return, for every user, the mean over the targets of the mean log-probability of their codes."""
     if not histories:
         return torch.zeros(0, dtype=torch.float64)
     model, index = bundle.model, bundle.index

@@ -1,12 +1,13 @@
-"""The small operations between the GEMMs, each one pass where it can be: on a GPU torch.compile makes one kernel of each.
+"""The small operations between the GEMMs, each in one pass if possible; on a GPU they are compiled to one kernel each.
 
-    add_norm        h <- h + delta;  y = norm(h)                       in FP8 blocks: kernels.norm_quantize, which also quantises y
-    route           visits of the tokens sorted by expert, and their weights, the shared one among them where it was folded in: kernels.route
-    gate            act(gate) * up                                     with silu in one pass, quantised where asked: kernels.swiglu_quantize
+    add_norm        h <- h + delta;  y = norm(h)         before FP8 GEMMs: kernels.norm_quantize, which also quantizes y
+    route           (token, expert) pairs sorted by expert, with their weights, including a folded shared expert:
+                    kernels.route
+    gate            act(gate) * up                       with SiLU: kernels.swiglu_quantize, which can also quantize
     lse             log-sum-exp of logits in float32
 
-Compiled functions take the number of rows as a symbol and widths as they are, so that one compilation serves all buckets. They are compiled outside graph
-capture, by the warm-up run.
+Compiled functions have a dynamic number of rows and static widths, so that one compilation serves all buckets. They are
+compiled outside graph capture, by the warm-up run.
 """
 
 from collections.abc import Callable
@@ -27,19 +28,19 @@ from loka.kernels.route import route_sorted
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) * weight in float32, in x's dtype."""
+    """Return x / rms(x) * weight, computed in float32, in x's dtype."""
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.rms_norm(y, (x.shape[-1],), None if weight is None else weight.to(y.dtype), eps).to(x.dtype)
 
 
 def add_rms(h: Tensor, delta: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of the residual stream and what is added to it, and its norm."""
+    """Return h + delta, and its norm."""
     h = h + delta
     return h, rms(h, weight, eps)
 
 
 def normalize(x: Tensor, norm: PackedNorm) -> Tensor:
-    """Any of the norms, plainly."""
+    """Apply any of the norms, in eager mode."""
     if norm.kind == "none":
         return x
     if norm.kind == "rms":
@@ -55,16 +56,17 @@ def normalize(x: Tensor, norm: PackedNorm) -> Tensor:
 
 
 def lse(logits: Tensor) -> Tensor:
-    """Log-sum-exp over the last dimension, float32."""
+    """Return the log-sum-exp over the last dimension, in float32."""
     return torch.logsumexp(logits.float(), -1)
 
 
 @lru_cache(maxsize=64)
 def compiled_rms(eps: float, compiler: str | None) -> Callable[..., Tensor]:
-    """`rms` with this eps, compiled by `compiler` or not at all.
+    """Return `rms` with this eps, compiled by `compiler` or, if None, not compiled.
 
-    Constants are closed over, because numbers passed to a compiled function become symbols; and every operation has a function of its own, because
-    torch.compile counts recompilations by code object and gives up on one that has too many. Engines share them.
+    eps is closed over, because numbers passed to a compiled function become symbols. Every operation has its own
+    function, because torch.compile counts recompilations by code object and falls back to eager after too many. Engines
+    share them.
     """
 
     def run_rms(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -75,7 +77,7 @@ def compiled_rms(eps: float, compiler: str | None) -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=64)
 def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`add_rms` with this eps."""
+    """Return `add_rms` with this eps, compiled as in `compiled_rms`."""
 
     def run_add_rms(h: Tensor, delta: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         return add_rms(h, delta, weight, eps)
@@ -85,12 +87,12 @@ def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Te
 
 @lru_cache(maxsize=4)
 def compiled_lse(compiler: str | None) -> Callable[[Tensor], Tensor]:
-    """`lse`."""
+    """Return `lse`, compiled as in `compiled_rms`."""
     return _compile(lse, compiler, rows=1)
 
 
 def _compile(function: Callable[..., Any], compiler: str | None, *, rows: int) -> Callable[..., Any]:
-    """Compiled for any number of rows: of the first `rows` operands every dimension but the last is a symbol."""
+    """Compile for any number of rows: all dimensions but the last of the first `rows` operands are dynamic."""
     if compiler is None:
         return function
     made = torch.compile(function, fullgraph=True, backend=compiler)
@@ -105,7 +107,7 @@ def _compile(function: Callable[..., Any], compiler: str | None, *, rows: int) -
 
 
 class Glue:
-    """The operations, compiled or plain; one per engine."""
+    """The operations of one engine, compiled or eager."""
 
     def __init__(self, *, fuse: bool, backends: dict[str, str], compiler: str = "inductor") -> None:
         self.backends, self.compiler = backends, compiler if fuse else None
@@ -114,7 +116,7 @@ class Glue:
     def add_norm(
         self, h: Tensor, delta: Tensor | None, norm: PackedNorm, spec: Spec | None, *, plain: bool = False
     ) -> tuple[Operand, Tensor | None, Tensor]:
-        """norm(h + delta) as the next linear takes it, in 16 bits too where `plain`, and the new residual stream."""
+        """Return norm(h + delta) as the next linear takes it, the same unquantized if `plain`, and the new h."""
         if spec is not None and norm.kind != "none":
             found = norm_quantize(
                 h if delta is None else delta,
@@ -139,12 +141,12 @@ class Glue:
         return x, y if plain else None, h
 
     def route(self, x: Tensor, moe: PackedExperts) -> tuple[Permutation, Tensor]:
-        """The visits of all tokens sorted by expert, and their weights."""
+        """Return the (token, expert) pairs sorted by expert, and their weights."""
         name = self.backends.get("route", "auto")
         return route_sorted(x, moe.router, moe.balance, moe.top, always=moe.always, backend=name)
 
     def gate(self, both: Tensor, activation: nn.Module, spec: Spec | None) -> Operand:
-        """act(gate) * up of [M, 2 F], quantised where the next linear wants it."""
+        """Return act(gate) * up of [M, 2 F], quantized if the next linear needs it."""
         if isinstance(activation, nn.SiLU) and both.dtype != torch.float64:
             return swiglu_quantize(both, spec)
         gate, up = both.chunk(2, -1)

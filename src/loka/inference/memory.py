@@ -1,10 +1,10 @@
-"""How much memory an engine needs, known before anything is allocated.
+"""Estimate the memory of an engine before anything is allocated.
 
-    weights       the model as it is, plus copies where the shared expert is folded into the routed ones
+    weights       the model, plus copies if the shared expert is folded into the routed ones
     caches        keys and values of every block for every beam, [2, levels - 1, R, W, d]
-    working set   the largest moment of a batch: the context's tokens, or the rows of the experts, or the logits and their scores
+    working set   the peak of a batch: tokens of the context, rows of the experts, or logits and their scores
 
-The working set is an estimate from shapes, an upper one: it counts the largest tensors of the widest step as if they lived together.
+The working set is an upper estimate from shapes: it counts the largest tensors of the widest step as if all were alive.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Needed:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.weights + self.caches + self.working
 
     def __str__(self) -> str:
@@ -38,11 +38,28 @@ class Needed:
 
 
 class EngineMemoryError(ValueError):
-    """An engine that does not fit: what it needs, what there is, and what to make smaller."""
+    """The engine does not fit: the message says what it needs, what is available, and what to reduce.
+
+    Example:
+        >>> issubclass(EngineMemoryError, ValueError)
+        True
+    """
 
 
 def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[Bucket]) -> Needed:
-    """The bytes of an engine for these buckets, from shapes alone."""
+    """Estimate the memory of an engine from shapes alone.
+
+    Args:
+        model: the model.
+        config: configuration of the engine.
+        buckets: (requests, context length) of `config.buckets`.
+
+    Returns:
+        Bytes by purpose.
+
+    Example:
+        >>> print(estimate_memory(model, config, config.buckets(512)))                  # doctest: +SKIP
+    """
     c, size = model.config, config.torch_dtype.itemsize
     weights = sum(t.numel() * (1 if t.element_size() == 1 else size) for t in model.state_dict().values())
     if config.fold_shared:
@@ -63,13 +80,13 @@ def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[Bucket]) 
 
 
 def check_memory(model: OneRec, config: EngineConfig, buckets: list[Bucket], device: torch.device) -> Needed:
-    """Raise when the engine needs more than there is: `config.memory`, or what the GPU has free."""
+    """Raise EngineMemoryError if the engine needs more than `config.memory`, or than the GPU has free."""
     needed = estimate_memory(model, config, buckets)
     available = config.memory
     if available is None and device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
-        available += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
-        if model.begin.weight.is_cuda:  # the weights are there already
+        available += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch, unused
+        if model.begin.weight.is_cuda:  # the weights are already on the GPU
             available += min(needed.weights, sum(t.nbytes for t in model.state_dict().values()))
     if available is not None and needed.total > available:
         raise EngineMemoryError(
@@ -81,7 +98,7 @@ def check_memory(model: OneRec, config: EngineConfig, buckets: list[Bucket], dev
 
 @contextmanager
 def explain_exhaustion(needed: Needed, device: torch.device) -> Iterator[None]:
-    """Turn torch's out-of-memory into one that says what the engine needed."""
+    """Turn torch's out-of-memory error into one that says what the engine needs."""
     try:
         yield
     except torch.OutOfMemoryError as error:

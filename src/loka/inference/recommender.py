@@ -1,7 +1,8 @@
-"""Items in, items out: the engine behind a semantic index.
+"""Recommend items for histories of items: the engine with a semantic index.
 
-Items of a history that the index does not know have no id to read; they are dropped and counted, or refused with `unknown="raise"`. Items the user has
-seen can be left out of the result: the search is then asked for as many beams as it has, and what remains after the removal is cut to `top`.
+Items of a history that are not in the index have no id; they are dropped and counted, or raise with `unknown="raise"`.
+Items that the user has already seen can be left out of the result: they are removed from all beams of the search, and
+the rest is cut to `top`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from loka.semantic_ids import SemanticIndex
 
 
 def spell(items: Tensor, index: SemanticIndex, config: OneRecConfig) -> Tensor:
-    """Items of a history as the model reads them: their codes, and their numbers where it has a table of items."""
+    """Return a history as the model reads it: the codes of the items, and their numbers if it has a table of items."""
     if not len(items):
         return torch.empty(0, config.history_width, dtype=torch.int64)
     codes = index.codes_of(items)
@@ -27,7 +28,16 @@ def spell(items: Tensor, index: SemanticIndex, config: OneRecConfig) -> Tensor:
 
 @dataclass(frozen=True)
 class Recommender:
-    """An engine whose valid ids are those of `index`."""
+    """Recommend items with an engine that is constrained to the ids of an index.
+
+    Args:
+        engine: the engine, built with `valid=index.trie`.
+        index: the semantic ids of the items.
+        unknown: whether to "drop" items without an id from histories, or to "raise".
+
+    Example:
+        >>> Recommender(engine, index).recommend([torch.tensor([12, 40, 7])], top=5)[0].items    # doctest: +SKIP
+    """
 
     engine: Engine
     index: SemanticIndex
@@ -35,7 +45,7 @@ class Recommender:
 
     def __post_init__(self) -> None:
         if self.unknown not in ("drop", "raise"):
-            raise ValueError(f"unknown={self.unknown!r}: items without an id are dropped or refused: 'drop' or 'raise'")
+            raise ValueError(f"unknown={self.unknown!r}: expected 'drop' or 'raise', for items without an id")
         if self.engine.trie is None:
             raise ValueError("a recommender needs an engine constrained to valid ids: Engine(..., valid=index.trie)")
 
@@ -47,7 +57,7 @@ class Recommender:
         exclude_seen: bool = False,
         static: Sequence[Tensor] | None = None,
     ) -> list[Recommendation]:
-        """The `top` best items for each history of item numbers, oldest first; fewer where fewer are valid."""
+        """Return the `top` best items for each history of item numbers, oldest first; fewer if fewer are valid."""
         if top < 1:
             raise ValueError(f"top={top}: expected at least one item")
         requests, dropped = [], []

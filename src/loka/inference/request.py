@@ -1,8 +1,8 @@
-"""Requests in, recommendations out; and the padding between them and the engine's static shapes.
+"""Requests and recommendations, and the padding between them and the engine's static shapes.
 
-A request's history is its items as semantic ids, oldest first, int64 [n, levels], with the item numbers as one more column where the model has a table
-of items; it may be empty. Only the most recent items that fit are used; how
-many were left out is told, never silent. Codes outside their codebook raise and name the request.
+A request's history is its items as semantic ids, oldest first, int64 [n, levels], with the item numbers as one more
+column if the model has a table of items; it may be empty. Only the most recent items that fit are used, and the result
+counts those that were cut. Codes outside their codebook raise an error that names the request.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,16 @@ from loka.models.onerec import OneRecConfig
 
 @dataclass(frozen=True)
 class Request:
-    """What one user did, as codes, and the user's features where the model takes them."""
+    """A request for one user.
+
+    Args:
+        history: the user's items as codes, int64 [n, levels], oldest first.
+        static: the user's features, if the model takes them.
+
+    Example:
+        >>> Request(torch.zeros(3, 4, dtype=torch.int64)).history.shape
+        torch.Size([3, 4])
+    """
 
     history: Tensor
     static: Tensor | None = None
@@ -28,9 +37,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Best first: codes [W, levels], log-probabilities [W], items [W] where ids are constrained (valid ones only; shorter where there are fewer).
+    """The result of one request, best first; shorter than the beam width if there are fewer valid ids.
 
-    `cut`: items of the history that did not fit; `dropped`: items that have no id (set by whoever translates items to codes).
+    Args:
+        codes: semantic ids [W, levels].
+        scores: log-probabilities [W].
+        items: items [W], if the engine is constrained to valid ids.
+        cut: number of items of the history that did not fit.
+        dropped: number of items of the history without an id, set by `Recommender`.
+
+    Example:
+        >>> engine.generate([request])[0].scores                                        # doctest: +SKIP
     """
 
     codes: Tensor
@@ -41,7 +58,7 @@ class Recommendation:
 
 
 def check_request(request: Request, config: OneRecConfig, place: int) -> None:
-    """Raise for a request that does not fit the model."""
+    """Raise ValueError if a request does not fit the model."""
     history = request.history
     if history.dim() != 2 or history.shape[1] != config.history_width or history.is_floating_point():
         seen = f"{history.dtype} {tuple(history.shape)}"
@@ -62,9 +79,10 @@ def check_request(request: Request, config: OneRecConfig, place: int) -> None:
 
 
 def pad_requests(requests: list[Request], config: OneRecConfig, bucket: Bucket) -> Inputs:
-    """The batch on the host, newest items first, padded to the bucket; empty places are requests without history.
+    """Pad requests to the bucket, on the host, newest items first; unused rows are requests without history.
 
-    In numpy, as `split_found` is: between two batches the GPU waits for this, and a torch operation per request gives the interpreter away to a busy server each time.
+    In numpy, like `split_found`: the GPU idles meanwhile, and every torch op releases the GIL, which a busy server may
+    then hold for long.
     """
     rows, length = bucket
     codes = np.zeros((rows, length, config.history_width), np.int64)
@@ -89,7 +107,7 @@ def _on_host(values: Tensor) -> NDArray[Any]:
 def split_found(
     codes: Tensor, scores: Tensor, items: Tensor | None, requests: list[Request], length: int
 ) -> list[Recommendation]:
-    """One recommendation per request, of tensors on the host; beams that are no id are left out."""
+    """Split host tensors into one recommendation per request, leaving out beams that are not a valid id."""
     parts: list[NDArray[Any]] = [part.numpy() for part in (codes, scores, items) if part is not None]
     alive: NDArray[np.bool_] = parts[1] > -np.inf
     if items is not None:
@@ -105,7 +123,7 @@ def split_found(
 
 
 def make_histories(config: OneRecConfig, requests: int, items: int, *, seed: int = 0) -> list[Request]:
-    """Requests with random histories of so many items."""
+    """Return requests with random histories of `items` items."""
     g = torch.Generator().manual_seed(seed)
     sizes = torch.tensor((*config.codebooks, config.items) if config.items else config.codebooks)
     out = []

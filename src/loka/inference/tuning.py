@@ -1,11 +1,14 @@
-"""Which backend multiplies what in the engine, by number of rows: from the rows of the performance database, measured where they are missing.
+"""Choose the GEMM backends of an engine by number of rows, from the performance database; missing rows are measured.
 
-    linears     one role (all queries, all QKV, ...) shares shape and Specs, so it shares a choice: the fprop rows of `loka.dispatch.tune` with cached weights
-    experts     both grouped GEMMs with what stands between them, plain or in one fused kernel, over the weights of all blocks in turn: rows of the op `experts`
+    linears     all linears of a role (all queries, all QKV, ...) have the same shape and Specs, so they share a choice:
+                the fprop rows of `loka.dispatch.tune` with cached weights
+    experts     both grouped GEMMs and what is between them, separate or in one fused kernel, over the weights of all
+                blocks in turn: rows of the op `experts`
 
-Everything is measured through `loka.measure`: the gate on the very call, then timing in interleaved CUDA graphs. Rows are filed, at the edge of their bucket, so that the next engine on this machine
-measures nothing. A candidate that refuses, fails or is wrong is a row with its reason. Backends that the configuration names are not tuned. Without a GPU, or where nothing is to be measured and no
-row is known, the registry's order decides.
+Measurements use `loka.measure`: a correctness check of the same call, then timing in interleaved CUDA graphs. They are
+stored at the upper edge of their bucket of rows, so that the next engine on this machine measures nothing. A candidate
+that does not support the call, fails or is wrong is stored with the reason. Backends named by the configuration are not
+tuned. Without a GPU, or if nothing is to be measured and no row is known, the order of the registry decides.
 """
 
 import sqlite3
@@ -35,13 +38,14 @@ from loka.records.performance import PerformanceRow
 
 ROLES = ("query", "cross_out", "qkv", "self_out")
 EXPERTS = "experts"
-TOLERANCE = 0.03  # of a whole layer of experts: the rounding of what stands between its GEMMs flips here and there, a wrong kernel is an order beyond
-SECONDS = 120.0  # for the linears of one number of rows
+# For a whole layer of experts: roundings between its GEMMs differ here and there; a wrong kernel is an order beyond.
+TOLERANCE = 0.03
+SECONDS = 120.0  # time limit for the linears of one number of rows
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A choice: role, rows, what was chosen, microseconds by candidate, and why others were not."""
+    """A choice: role, rows, the chosen candidate, microseconds by candidate, and why others were not timed."""
 
     role: str
     rows: int
@@ -51,14 +55,14 @@ class Tuned:
 
 
 class Tuning:
-    """Tuned copies of a packed model, by number of rows; the weights are shared.
+    """Copies of a packed model tuned for different numbers of rows. They share the weights.
 
     Args:
         packed: the model.
-        dtype: of what is not quantised.
+        dtype: dtype of what is not quantized.
         fixed: ops whose backend the configuration names.
-        measure: measure what the database has no row for.
-        database: where rows are looked up and filed; None for the user's own, and one in memory where that cannot be opened.
+        measure: choose by speed, measuring what the database has no row for.
+        database: where rows are looked up and stored; None: the user's own, or one in memory if that cannot be opened.
     """
 
     def __init__(
@@ -76,26 +80,22 @@ class Tuning:
         self._made: dict[int, PackedModel] = {}
 
     def tuned(self, rows: int) -> PackedModel:
-        """The model with backends chosen for so many rows."""
+        """Return the model with backends chosen for this number of rows."""
         if rows not in self._made:
-            self._made[rows] = self._tune(rows) if self.measure else self._by_rule()
+            self._made[rows] = self._tune(rows) if self.measure else self._choose_by_order()
         return self._made[rows]
 
     @property
     def database(self) -> Database:
-        """Rows of this machine; opened when it is first needed."""
+        """The performance database, opened on first use."""
         if self._database is None:
             try:
                 self._database = Database.open()
-            except (
-                ValueError,
-                OSError,
-                sqlite3.Error,
-            ):  # a home that cannot be written: this engine measures for itself
+            except (ValueError, OSError, sqlite3.Error):  # e.g. a home that is not writable
                 self._database = Database(":memory:")
         return self._database
 
-    def _by_rule(self) -> PackedModel:
+    def _choose_by_order(self) -> PackedModel:
         blocks = [
             replace(b, ffn=replace(b.ffn, fused=_has_fused(b.ffn, self.dtype)))
             if isinstance(b.ffn, PackedExperts)
@@ -123,7 +123,7 @@ class Tuning:
         return replace(self.packed, blocks=blocks)
 
     def _choose_linears(self, linears: dict[str, list[PackedLinear]], rows: int) -> dict[str, str]:
-        """The fastest backend of every role in low precision that has a measured row."""
+        """Return the fastest backend of every low-precision role that has a measured row."""
         machine, device = machine_here(), self.packed.table.device
         jobs: dict[str, SiteJob] = {}
         refused: dict[str, dict[str, str]] = {}
@@ -150,7 +150,7 @@ class Tuning:
         return chosen
 
     def _choose_experts(self, groups: list[PackedExperts], rows: int) -> tuple[str, bool]:
-        """The fastest way through the experts, `auto` where none was measured."""
+        """Return the fastest backend of the experts and whether it is fused; `auto` if none was measured."""
         race = _Race(groups, bucket_of(rows), self.dtype, self.database)
         times: dict[str, float] = {}
         refused: dict[str, str] = {}
@@ -165,7 +165,7 @@ class Tuning:
 
 
 def _job_of(linear: PackedLinear, rows: int, device: torch.device) -> tuple[SiteJob, dict[str, str]]:
-    """What to measure for a linear, on the backends that can run it; and why the others cannot."""
+    """Return what to measure for a linear, on the backends that support it, and why the others do not."""
     assert linear.bound is not None
     (n, k), way = linear.weight.shape, linear.bound
     call = way.call(rows, k, n)
@@ -180,7 +180,7 @@ def _job_of(linear: PackedLinear, rows: int, device: torch.device) -> tuple[Site
 
 
 class _Race:
-    """All ways through the experts of a model, for one number of tokens: looked up, or judged and timed together and filed."""
+    """All candidates for the experts of a model at one number of tokens: looked up, or checked, timed and stored."""
 
     def __init__(self, groups: Sequence[PackedExperts], rows: int, dtype: torch.dtype, database: Database) -> None:
         self.groups, self.rows, self.dtype, self.database = groups, rows, dtype, database
@@ -188,13 +188,13 @@ class _Race:
         self.first, self.device = first, first.router.device
         here = snapshot()
         machine = machine_here(here)
-        own = {"auto": f"loka {here.loka}"}  # a mixture of backends: of one version of this library
+        own = {"auto": f"loka {here.loka}"}  # auto may mix backends, so its version is that of loka
         self.machine = Machine(machine.device, machine.driver, machine.torch, {**machine.versions, **own})
         self.origin = origin_of(here)
 
     def run(self) -> dict[str, PerformanceRow]:
-        """A row for every way, by its name."""
-        # 16 bits: one backend's fused half may go with another's plain one
+        """Return a row for every candidate, by name."""
+        # in 16-bit, auto may combine one backend's fused kernel with another's plain one
         mixed = ("auto",) if self.first.specs[0] is None else ()
         names = [n for n in (*mixed, *registry.BACKENDS["grouped_mm"]) if n != "reference"]
         ways = [(n, fused) for n in names for fused in (False, True) if not fused or isinstance(self.first.activation, nn.SiLU)]  # fmt: skip
@@ -219,11 +219,11 @@ class _Race:
         if not ways:
             return {}
         x, sorting = self._operands()
-        law = _run_experts(self.first.on("reference"), x, sorting.offsets, self.dtype)
+        expected = _run_experts(self.first.on("reference"), x, sorting.offsets, self.dtype)
         checks: dict[tuple[str, bool], Conformance] = {}
         candidates: dict[tuple[str, bool], Contender] = {}
         for name, fused in ways:
-            checks[name, fused] = check = self._judge(name, fused, x, sorting, law)
+            checks[name, fused] = check = self._judge(name, fused, x, sorting, expected)
             if check:
                 thunks = [_thunk(m.on(name, fused=fused), x, sorting.offsets, self.dtype) for m in self.groups]
                 candidates[name, fused] = Contender(name + " fused" * fused, thunks, check)
@@ -238,7 +238,7 @@ class _Race:
                 microseconds=times[way].microseconds() if way in times else None,
                 conformance=check.error if check else None, tolerance=check.tolerance,
             )  # fmt: skip
-        if self.device.type == "cuda":  # times of a CPU are good for tests only
+        if self.device.type == "cuda":  # times on a CPU are for tests only
             self.database.add(self.origin, rows.values())
         return rows
 
@@ -252,8 +252,8 @@ class _Race:
         rows = x.to(self.dtype)
         return rows if f.specs[0] is None else quantize(rows, f.specs[0]), permute(chosen, f.experts)
 
-    def _judge(self, name: str, fused: bool, x: Operand, sorting: Permutation, law: Tensor) -> Conformance:
-        """The gate on both grouped GEMMs, then the whole layer beside the reference: nothing else sees a fused kernel."""
+    def _judge(self, name: str, fused: bool, x: Operand, sorting: Permutation, expected: Tensor) -> Conformance:
+        """Check both grouped GEMMs, then the whole layer against the reference, which also covers a fused kernel."""
         f = self.first
         for weight, spec, fast in zip((f.gate_up, f.down), f.specs, f.fast, strict=True) if name != "auto" else ():
             experts, n, k = weight.shape
@@ -267,9 +267,9 @@ class _Race:
                 return verdict
         try:
             out = _run_experts(f.on(name, fused=fused), x, sorting.offsets, self.dtype)
-        except Exception as failure:  # a backend that fails here must not take the engine with it; it is written down
+        except Exception as failure:  # recorded as the reason; a failing backend must not break the engine
             return Conformance(False, float("inf"), TOLERANCE, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")  # fmt: skip
-        return judge_near(out, law.double(), TOLERANCE, what="the layer")
+        return judge_near(out, expected.double(), TOLERANCE, what="the layer")
 
 
 def _thunk(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Callable[[], Any]:
@@ -285,7 +285,7 @@ def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.d
 
 
 def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
-    """Whether a backend other than the emulation has gate, up, SwiGLU and quantisation in one kernel for this layer."""
+    """Return True if a backend other than the reference has gate, up, SwiGLU and quantization in one kernel for it."""
     if not isinstance(moe.activation, nn.SiLU):
         return False
     experts, n, k = moe.gate_up.shape

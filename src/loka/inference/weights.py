@@ -1,11 +1,13 @@
-"""The model's weights as the engine uses them, packed once, from the named children of a OneRec module, plain or quantised.
+"""The weights of a OneRec module, plain or quantized, packed once for the engine.
 
-    PackedNorm       kind, gain, shift, eps          merged with the residual sum before it and the quantisation behind it
-    PackedLinear     one matrix, 16-bit or FP8       with the Spec its input must be quantised to
-    PackedExperts    [E, N, K] of both projections   a shared expert of the same width is one more expert that every token visits
+    PackedNorm       kind, gain, shift, eps          fused with the residual sum before it and the quantization after it
+    PackedLinear     one matrix, 16-bit or FP8       with the Spec its input must be quantized to
+    PackedExperts    [E, N, K] of both projections   a shared expert of the same width becomes one more expert, which
+                                                     every token visits
 
-Folding the shared expert in makes the mixture two grouped GEMMs instead of two grouped and two plain ones; it needs the same width and the same
-precision, and is left apart otherwise. FP8 weights are laid out for the backend that multiplies them (`on`), once. Nothing is computed here that depends on a request.
+Folding the shared expert turns two grouped and two plain GEMMs into two grouped ones. It needs the same width and the
+same precision; otherwise the shared expert stays separate. FP8 weights are laid out once for the backend that
+multiplies them (`on`). Nothing here depends on a request.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +32,7 @@ Operand = Tensor | QTensor
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights go, which backends run them, and whether sums may stay in the tensor cores where a recipe lets them."""
+    """Device and dtype of the weights, their backends, and whether FP8 GEMMs may accumulate in the tensor cores."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,11 +40,11 @@ class Placement:
     fast_accum: bool = True
 
     def place(self, tensor: Tensor) -> Tensor:
-        """A high-precision tensor in the engine's dtype."""
+        """Return a high-precision tensor in the engine's dtype, on its device."""
         return tensor.detach().to(self.device, self.dtype)
 
     def place_quantized(self, q: QTensor) -> QTensor:
-        """An FP8 tensor, bytes and scales unchanged."""
+        """Return an FP8 tensor on the engine's device, values and scales unchanged."""
         return QTensor(q.data.to(self.device), q.scale.to(self.device), q.spec)
 
 
@@ -57,7 +59,7 @@ class PackedNorm:
 
     @classmethod
     def of(cls, module: nn.Module, placement: Placement) -> "PackedNorm":
-        """From one of loka.nn's norms."""
+        """Pack one of the norms of loka.nn."""
         if isinstance(module, nn.Identity):
             return cls("none", None, None, 0.0)
         if isinstance(module, BlockNorm):
@@ -67,12 +69,12 @@ class PackedNorm:
         if isinstance(module, nn.LayerNorm):
             bias = None if module.bias is None else placement.place(module.bias)
             return cls("layer", placement.place(module.weight), bias, module.eps)
-        raise ValueError(f"the engine knows the norms rms, layer, block and none, not {type(module).__name__}")
+        raise ValueError(f"the engine supports the norms rms, layer, block and none, not {type(module).__name__}")
 
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """y = x W^T + b. `bound` is what its GEMM runs, None for high precision; `quantizer` makes x what it takes."""
+    """y = x W^T + b. `bound`: what its GEMM runs, None for high precision; `quantizer`: backend that quantizes x."""
 
     weight: Operand
     bias: Tensor | None
@@ -81,12 +83,12 @@ class PackedLinear:
 
     @classmethod
     def of(cls, module: nn.Module, placement: Placement) -> "PackedLinear":
-        """From an nn.Linear, plain, converted or quantised."""
+        """Pack an nn.Linear, plain, converted or quantized."""
         if not isinstance(module, nn.Linear | QuantizedLinear):
             raise ValueError(f"expected an nn.Linear or a QuantizedLinear, got {type(module).__name__}")
         quantizer = placement.backends.get("quantize", "auto")
         bias = None if module.bias is None else placement.place(module.bias)
-        if (low := _low(module)) is None:
+        if (low := _quantized_weight(module)) is None:
             return cls(placement.place(module.weight), bias, None, quantizer)
         weight, way = low
         way = replace(way, fast_accum=placement.fast_accum and way.fast_accum)
@@ -96,29 +98,29 @@ class PackedLinear:
 
     @property
     def activation(self) -> Spec | None:
-        """The Spec of x, None for high precision."""
+        """The Spec of x; None for high precision."""
         return None if self.bound is None else self.bound.a
 
     def on(self, backend: str) -> "PackedLinear":
-        """The same linear on a backend, its weight laid out for it; one in high precision as it is."""
+        """Return the linear on a backend, with its weight laid out for it; unchanged if it is in high precision."""
         if not isinstance(self.weight, QTensor) or self.bound is None:
             return self
         return replace(self, bound=self.bound.on(backend), weight=prepare(self.weight, self.bound.a, backend=backend))
 
     def __call__(self, x: Operand, dtype: torch.dtype) -> Tensor:
-        """x [M, K], quantised already or not -> [M, N]."""
+        """Return y [M, N] of x [M, K], which may be quantized already."""
         if isinstance(self.weight, QTensor) and self.bound is not None:
             q = self.prepare(x)
-            assert isinstance(q, QTensor)  # prepare quantised it
+            assert isinstance(q, QTensor)  # quantized by prepare
             fast = self.bound.fast_accum
             y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.bound.backend, fast_accum=fast)
             return y if self.bias is None else y + self.bias
-        assert isinstance(x, Tensor)  # a high-precision linear is never handed FP8
+        assert isinstance(x, Tensor)  # a high-precision linear never gets FP8
         assert isinstance(self.weight, Tensor)
         return F.linear(x, self.weight, self.bias)
 
     def prepare(self, x: Operand) -> Operand:
-        """x as this linear takes it."""
+        """Quantize x if this linear needs it."""
         if self.activation is None or isinstance(x, QTensor):
             return x
         return quantize(x.contiguous(), self.activation, backend=self.quantizer)
@@ -134,16 +136,17 @@ class PackedSwiGLU:
 
     @classmethod
     def of(cls, module: SwiGLU, placement: Placement) -> "PackedSwiGLU":
-        """From a SwiGLU."""
+        """Pack a SwiGLU."""
         pair = (PackedLinear.of(module.gate_up, placement), PackedLinear.of(module.down, placement))
         return cls(*pair, module.activation)
 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """A mixture; with `always` the last expert is the shared one, which every token visits with weight one.
+    """A mixture of experts; with `always` the last one is the shared expert, which every token visits with weight one.
 
-    fused: gate, up, SwiGLU and quantisation in one kernel (kernels.grouped_swiglu), where its backend has it. fast: whether the sums of gate_up, and of down, stay in the tensor cores.
+    fused: run gate, up, SwiGLU and quantization in one kernel (kernels.grouped_swiglu), which the backend must have.
+    fast: whether gate_up, and down, accumulate in the tensor cores.
     """
 
     router: Tensor
@@ -162,17 +165,17 @@ class PackedExperts:
 
     @property
     def experts(self) -> int:
-        """Experts of the grouped GEMM."""
+        """The number of experts of the grouped GEMM."""
         return self.routed + int(self.always)
 
     @classmethod
     def of(cls, module: MixtureOfExperts, placement: Placement, *, fold: bool) -> "PackedExperts":
-        """From a MixtureOfExperts; its router must be in high precision."""
+        """Pack a MixtureOfExperts; its router must be in high precision."""
         if not isinstance(module.router, nn.Linear):
-            raise ValueError(f"the engine routes in 16 bits, but the router is a {type(module.router).__name__}")
+            raise ValueError(f"the engine routes in high precision, but the router is a {type(module.router).__name__}")
         folded = fold and _foldable(module)
-        weights = [_stack(module, name, placement, folded=folded) for name in ("gate_up", "down")]
-        lows = [_low(part) for part in (module.gate_up, module.down)]
+        weights = [_stack_weights(module, name, placement, folded=folded) for name in ("gate_up", "down")]
+        lows = [_quantized_weight(part) for part in (module.gate_up, module.down)]
         apart = module.shared is not None and not folded
         packed = cls(
             router=placement.place(module.router.weight),
@@ -193,7 +196,7 @@ class PackedExperts:
         return packed.on(placement.backends.get("grouped_mm", "auto"))
 
     def on(self, backend: str, *, fused: bool = False) -> "PackedExperts":
-        """The same experts on a backend, their weights laid out for it."""
+        """Return the experts on a backend, with their weights laid out for it."""
         gate_up, down = (
             grouped_mm.prepare(w, spec, backend=backend) if isinstance(w, QTensor) and spec is not None else w
             for w, spec in zip((self.gate_up, self.down), self.specs, strict=True)
@@ -201,33 +204,33 @@ class PackedExperts:
         return replace(self, backend=backend, fused=fused, gate_up=gate_up, down=down)
 
     def expand(self, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows sorted by expert with `gate_up`."""
+        """Multiply rows sorted by expert by `gate_up`."""
         return grouped_mm.grouped_mm(
             x, self.gate_up, offsets, out_dtype=dtype, fast_accum=self.fast[0], backend=self.backend
         )
 
     def reduce(self, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows sorted by expert with `down`."""
+        """Multiply rows sorted by expert by `down`."""
         return grouped_mm.grouped_mm(
             x, self.down, offsets, out_dtype=dtype, fast_accum=self.fast[1], backend=self.backend
         )
 
     def multiply_gated(self, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Operand:
-        """silu(gate) * up of the rows in one kernel, as `down` takes it."""
+        """Return silu(gate) * up of the rows, computed in one kernel, as `down` takes it."""
         return grouped_mm.grouped_swiglu(
             x, self.gate_up, offsets, spec=self.specs[1], out_dtype=dtype, fast_accum=self.fast[0], backend=self.backend
         )  # fmt: skip
 
 
-def _low(module: nn.Module) -> tuple[QTensor, GemmWay] | None:
-    """The FP8 weight of a module and what its forward GEMM runs on, as `loka.quantize` or `loka.convert` chose it; None for 16 bits."""
+def _quantized_weight(module: nn.Module) -> tuple[QTensor, GemmWay] | None:
+    """Return the FP8 weight of a module and what its forward GEMM runs, as quantized or converted; None for 16-bit."""
     if isinstance(module, QuantizedExperts | QuantizedLinear):
         return module.qweight, module.bound
     if not isinstance(module, Linear) or module.binding.fprop is None:
         return None
     way = module.binding.fprop
     if way.a.mode != "dynamic":
-        raise ValueError(f"{module.state.name}: {way.a}: the engine computes scales from its tensors, remembered ones it has not")  # fmt: skip
+        raise ValueError(f"{module.state.name}: {way.a}: the engine supports dynamic scales only, not delayed or static ones")  # fmt: skip
     return quantize_weight(module.weight.detach(), way.b), way
 
 
@@ -238,21 +241,21 @@ def _foldable(module: MixtureOfExperts) -> bool:
         routed, shared = getattr(module, name), getattr(module.shared, name)
         if routed.weight.shape[1:] != shared.weight.shape or shared.bias is not None:
             return False
-        first, second = (None if (low := _low(m)) is None else low[1] for m in (routed, shared))
+        first, second = (None if (low := _quantized_weight(m)) is None else low[1] for m in (routed, shared))
         if first != second:
             return False
     return True
 
 
-def _stack(module: MixtureOfExperts, name: str, placement: Placement, *, folded: bool) -> Operand:
+def _stack_weights(module: MixtureOfExperts, name: str, placement: Placement, *, folded: bool) -> Operand:
     routed = getattr(module, name)
     last = getattr(module.shared, name) if folded else None
     if isinstance(routed, QuantizedExperts):
         q = placement.place_quantized(routed.qweight)
         if last is None:
             return q
-        low = _low(last)
-        assert low is not None  # folded ones run alike
+        low = _quantized_weight(last)
+        assert low is not None  # checked by _foldable
         more = placement.place_quantized(low[0])
         data = torch.cat([q.data.view(torch.uint8), more.data[None].view(torch.uint8)]).view(q.data.dtype)
         return QTensor(data, torch.cat([q.scale, more.scale[None]]), q.spec)
@@ -264,7 +267,7 @@ def _stack(module: MixtureOfExperts, name: str, placement: Placement, *, folded:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """One block of the decoder; `pair` says which keys and values of the context it reads."""
+    """One block of the decoder; `pair` is the index of the context's keys and values that it reads."""
 
     pair: int
     cross_norm: PackedNorm
@@ -278,14 +281,14 @@ class PackedBlock:
 
     @classmethod
     def of(cls, block: LazyBlock, placement: Placement, *, fold: bool) -> "PackedBlock":
-        """From a LazyBlock."""
+        """Pack a LazyBlock."""
         ffn: PackedSwiGLU | PackedExperts
         if isinstance(block.ffn, MixtureOfExperts):
             ffn = PackedExperts.of(block.ffn, placement, fold=fold)
         elif isinstance(block.ffn, SwiGLU):
             ffn = PackedSwiGLU.of(block.ffn, placement)
         else:
-            raise ValueError(f"the engine knows SwiGLU and MixtureOfExperts, not {type(block.ffn).__name__}")
+            raise ValueError(f"the engine supports SwiGLU and MixtureOfExperts, not {type(block.ffn).__name__}")
         return cls(
             pair=block.pair,
             cross_norm=PackedNorm.of(block.cross_norm, placement),
@@ -301,7 +304,7 @@ class PackedBlock:
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Everything the engine reads while it decodes."""
+    """All weights that the engine reads while decoding."""
 
     blocks: list[PackedBlock]
     head_norms: list[PackedNorm]
@@ -312,7 +315,7 @@ class PackedModel:
 
     @classmethod
     def of(cls, model: OneRec, placement: Placement, *, fold: bool) -> "PackedModel":
-        """From a OneRec module, plain or quantised."""
+        """Pack a OneRec module, plain or quantized."""
         blocks = [PackedBlock.of(b, placement, fold=fold) for b in model.blocks if isinstance(b, LazyBlock)]
         return cls(
             blocks=blocks,
