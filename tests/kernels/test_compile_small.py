@@ -49,7 +49,7 @@ def test_products_with_mixtures_compile_for_hopper(kernel: str, kind: str, n: in
     if kernel == "_gradient":
         types = {"dp_ptr": f"*{kind}", "x_ptr": f"*{kind}", "weight_ptr": f"*{kind}", "dx_ptr": f"*{kind}", "dw_ptr": "*fp32"}  # fmt: skip
     table = triton_kernels.FORWARD if kernel == "_forward" else triton_kernels.GRADIENT
-    _, warps, stages = triton_kernels._launch(table, (n, d, 64))
+    _, warps, stages = triton_kernels._launch_options(table, (n, d, 64))
     constants = {"N": n, "D": d, "K": k, "BN": n, "BD": d, "BK": 32 if k == 24 else 64, "PREROUND": False}  # fmt: skip
     made = compile_kernel("mixed_dots", kernel, (types, constants, {"num_warps": warps, "num_stages": stages}), set())
     assert made.metadata.shared <= SHARED_MEMORY

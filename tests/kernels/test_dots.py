@@ -172,8 +172,8 @@ def test_pairs_that_would_be_computed_otherwise_are_refused(
 
 def test_pairs_are_looked_at_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Counter[int] = Counter()
-    real = pairs._ask
-    monkeypatch.setattr(pairs, "_ask", lambda i, j, n: (asked.update([n]), real(i, j, n))[1])
+    real = pairs._find_value_fault
+    monkeypatch.setattr(pairs, "_find_value_fault", lambda i, j, n: (asked.update([n]), real(i, j, n))[1])
     x, (i, j) = torch.randn(2, 4, 16), torch.triu_indices(4, 4, 1)
     i, j = i.clone(), j.clone()
     for _ in range(3):

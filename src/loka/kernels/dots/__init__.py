@@ -1,4 +1,4 @@
-"""dots: products of chosen pairs of an example's feature vectors, the interaction of DLRM, read once and written once."""
+"""dots: dot products of chosen pairs of an example's feature vectors (DLRM's interaction) in one pass over memory."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ __all__ = ["DotsCall", "dots"]
 
 
 class _Dots(torch.autograd.Function):
-    """x [B, n, d], first and second [P] -> [B, P]."""
+    """The autograd function of `dots`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, first: Tensor, second: Tensor, backend: str) -> Tensor:  # type: ignore[no-untyped-def]
@@ -31,20 +31,23 @@ def _pick(x: Tensor, first: Tensor, backend: str, heads: int = 0):  # type: igno
 
 
 def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """sum over d of x[b, first[p]] * x[b, second[p]] for every example b and pair p.
+    """Compute the dot product of x[b, first[p]] and x[b, second[p]] for every example b and pair p. Differentiable.
 
     Args:
-        x: [B, n, d], 16, 32 or 64 bits.
-        first: [P] int64, indices into n, from 0; no pair (first, second) may occur twice. Looked at once for as long as the tensors live: keep them in buffers.
-        second: [P] int64.
-        head: [B, m, d], vectors in front of x's, as if torch.cat([head, x], 1) were given; without gradients they are read where they lie.
+        x: [B, n, d], bf16, fp16, float32 or float64.
+        first: int64 [P], indices from 0 to n - 1. No pair (first, second) may occur twice. Pairs are checked once per
+            tensor and the result is cached, so keep the indices in buffers.
+        second: int64 [P].
+        head: [B, m, d], vectors in front of x's, as torch.cat([head, x], 1); without gradients, the Triton kernel reads
+            them without the copy.
         backend: a name of the registry, or "auto".
 
     Returns:
-        [B, P] in the type of x, summed in float32, float64 in float64.
+        [B, P] in x's dtype, summed in float32 (float64 for float64).
 
     Raises:
-        ValueError: x is not [B, n, d], or the pairs are out of range or repeat; compiled, where values cannot be asked for, our kernel makes every product NaN instead, and `reference` does what torch's own index does.
+        ValueError: x is not [B, n, d], or pairs are out of range or repeat. Compiled code cannot check values: there
+            the Triton kernel returns NaN for every product, and `reference` does what torch's indexing does.
 
     Example:
         >>> i, j = torch.triu_indices(n, n, 1)
@@ -64,9 +67,9 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None
         if getattr(chosen, "READS_HEADS", False) and not torch.is_grad_enabled():
             return chosen.run(x.contiguous(), first, second, head=head.contiguous())  # type: ignore[no-any-return]
         x = torch.cat([head, x], 1)
-    with torch._C.DisableTorchFunction():  # function modes look at what a user's forward calls, not inside of this
+    with torch._C.DisableTorchFunction():  # hide the ops inside from function modes
         result: Tensor = _Dots.apply(x.contiguous(), first, second, backend)  # type: ignore[no-untyped-call]
     return result
 
 
-load("dots")  # not in a call, which may be compiled: torch.compile cannot trace an import
+load("dots")  # at import: torch.compile cannot trace an import inside a call

@@ -1,4 +1,4 @@
-"""Pairwise products, described without tensors."""
+"""A call of `dots`, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,16 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class DotsCall:
-    """`pairs` products of the n vectors of d numbers that each of b examples has."""
+    """A call of `dots`.
+
+    Args:
+        b, n, d: x is [b, n, d].
+        pairs: number of products per example.
+        dtype: of x.
+
+    Example:
+        >>> call = DotsCall(b=8192, n=27, d=128, pairs=351)
+    """
 
     b: int
     n: int

@@ -1,6 +1,7 @@
-"""The pairs of a call, looked at once for every two index tensors: what they say is on the device, and asking there stops the host.
+"""Check the index tensors of `dots`. Reading their values synchronizes with the device, so results are cached.
 
-Kept per index tensor as long as it lives and is not changed. Inside a CUDA graph nothing can be asked; the check is then part of the graph, and fails when that runs.
+A result is cached per index tensor as long as it exists and is not modified. During CUDA graph capture values cannot be
+read; the check then becomes part of the graph and fails when that runs.
 """
 
 import torch
@@ -12,14 +13,14 @@ HINT = "hint: torch.bmm(x, x.mT)[:, first, second] takes any indices"
 
 
 def check_pairs(first: Tensor, second: Tensor, n: int) -> None:
-    """Refuse pairs that the kernels would not multiply as asked: not two equally long lists of int64 from 0 to n - 1, or a pair that occurs twice."""
+    """Raise ValueError unless both are int64 [P] with values from 0 to n - 1, and no pair occurs twice."""
     fault = find_fault(first, second, n)
     if fault is not None:
         raise ValueError(f"dots: {fault}; {HINT}")
 
 
 def find_fault(first: Tensor, second: Tensor, n: int) -> str | None:
-    """What is wrong with pairs, or None; `check_pairs` says what is right."""
+    """Return what is wrong with the pairs, or None. See `check_pairs`."""
     for name, index in (("first", first), ("second", second)):
         if index.dim() != 1 or index.dtype != torch.int64:
             return f"{name} is {tuple(index.shape)} of {index.dtype}, expected [P] of torch.int64"
@@ -30,7 +31,7 @@ def find_fault(first: Tensor, second: Tensor, n: int) -> str | None:
     known = None if first.is_inference() else _FAULTS.get(first)  # type: ignore[no-untyped-call]
     if known is not None and known[0] is second and known[1] == _state(first, second, n):
         return known[2]  # type: ignore[no-any-return]
-    fault = _ask(first, second, n)
+    fault = _find_value_fault(first, second, n)
     if not first.is_inference() and not second.is_inference():
         _FAULTS[first] = (second, _state(first, second, n), fault)
     return fault
@@ -40,7 +41,7 @@ def _state(first: Tensor, second: Tensor, n: int) -> tuple[int, int, int]:
     return first._version, (0 if second.is_inference() else second._version), n
 
 
-def _ask(first: Tensor, second: Tensor, n: int) -> str | None:
+def _find_value_fault(first: Tensor, second: Tensor, n: int) -> str | None:
     count = first.shape[0]
     if count == 0 or first.device.type == "meta":
         return None

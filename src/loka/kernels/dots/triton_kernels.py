@@ -1,13 +1,14 @@
-"""Pairwise products of an example's vectors, and their gradient, one program an example.
+"""Pairwise products of an example's vectors, and their gradient, with one program per example.
 
-    places     place[first[p], second[p]] = p, -1 elsewhere; one number more says whether a pair is out of range or occurs twice
-    forward    G = X X^T in float32 by the tensor cores; G[i, j] goes to column place[i, j] of the row, or nowhere (-1)
+    places     place[first[p], second[p]] = p, -1 elsewhere; a last element is set if a pair is out of range or repeats
+    forward    G = X X^T in float32 on tensor cores; G[i, j] goes to column place[i, j] of the row, or nowhere (-1)
     backward   S[i, j] = dy[place[i, j]];  dX = (S + S^T) X
 
-The table of places is made in every call, by one small kernel: kept from call to call it would have to know when the indices change, which no compiled step tells, and a CUDA graph of
-the compiler's frees what it has not been told of. Pairs that have no place of their own make every product NaN, since nothing on the device can raise.
+One small kernel makes the table of places in every call. A cached table would have to be invalidated when the indices
+change, which compiled code does not report, and the compiler's CUDA graphs free memory that they do not know of. A
+kernel cannot raise, so invalid pairs make every product NaN.
 
-Each reads X once: 27 vectors of 128 in bf16 are 7 KiB, and B of them at the bandwidth of a copy is the floor.
+Each kernel reads X once: 27 vectors of 128 in bf16 are 7 KiB, and the time of copying B of them is the lower bound.
 """
 
 import torch
@@ -24,7 +25,7 @@ from loka.kernels.triton_launcher import quick
 def _places(first_ptr, second_ptr, place_ptr, pairs, n, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     tl.store(place_ptr + i, -1, i < n * n)
-    tl.debug_barrier()  # one program: what it wrote it may read behind a barrier
+    tl.debug_barrier()  # there is one program, so a barrier makes its writes visible
     listed = i < pairs
     a = tl.load(first_ptr + i, listed, 0)
     b = tl.load(second_ptr + i, listed, 0)
@@ -32,7 +33,7 @@ def _places(first_ptr, second_ptr, place_ptr, pairs, n, SIZE: tl.constexpr):
     cell = tl.where(inside, a * n + b, 0)
     tl.store(place_ptr + cell, i, listed & inside)
     tl.debug_barrier()
-    mine = tl.load(place_ptr + cell, listed, -1) == i  # of two equal pairs one was written over
+    mine = tl.load(place_ptr + cell, listed, -1) == i  # of two equal pairs one was overwritten
     tl.store(place_ptr + n * n, tl.max((listed & ~(inside & mine)).to(tl.int32), 0))
 
 
@@ -42,7 +43,7 @@ def _dots(x_ptr, head_ptr, place_ptr, y_ptr, n, heads, d, pairs, N: tl.constexpr
     b = tl.program_id(0).to(tl.int64)
     i, k = tl.arange(0, N), tl.arange(0, D)
     inside = (i[:, None] < n) & (k[None, :] < d)
-    if HEAD:  # the first vectors lie elsewhere
+    if HEAD:  # the first vectors are in another tensor
         mine = inside & (i[:, None] >= heads)
         x = tl.load(x_ptr + b * (n - heads) * d + (i[:, None] - heads) * d + k[None, :], mine, 0.0)
         theirs = (i[:, None] < heads) & (k[None, :] < d)
@@ -57,7 +58,7 @@ def _dots(x_ptr, head_ptr, place_ptr, y_ptr, n, heads, d, pairs, N: tl.constexpr
     j = tl.arange(0, N)
     there = (i[:, None] < n) & (j[None, :] < n)
     place = tl.load(place_ptr + i[:, None] * n + j[None, :], there, -1)
-    if tl.load(place_ptr + n * n) != 0:  # pairs without a place: columns that no product goes to
+    if tl.load(place_ptr + n * n) != 0:  # invalid pairs: fill all columns, as some get no product
         gram = tl.full((N, N), float("nan"), tl.float32)
         flat = i[:, None] * N + j[None, :]
         for start in range(0, pairs, N * N):
@@ -86,12 +87,12 @@ def _dots_gradient(dy_ptr, x_ptr, place_ptr, dx_ptr, n, d, pairs, N: tl.constexp
     tl.store(dx_ptr + b * n * d + i[:, None] * d + k[None, :], dx.to(dx_ptr.dtype.element_ty), inside)
 
 
-def _sizes(n: int, d: int) -> tuple[int, int]:
+def _padded_sizes(n: int, d: int) -> tuple[int, int]:
     return max(16, next_power_of_2(n)), max(16, next_power_of_2(d))
 
 
 def places(first: Tensor, second: Tensor, n: int) -> Tensor:
-    """[n * n + 1] int32: the number of every pair (i, j) or -1, and behind them whether the pairs are wrong."""
+    """Return int32 [n * n + 1]: the column of every pair (i, j) or -1, and last whether any pair is invalid."""
     place = torch.empty(n * n + 1, dtype=torch.int32, device=first.device)
     pairs = first.shape[0]
     _places[(1,)](first, second, place, pairs, n, next_power_of_2(max(n * n, pairs, 1)), num_warps=8)
@@ -99,24 +100,24 @@ def places(first: Tensor, second: Tensor, n: int) -> Tensor:
 
 
 def dots(x: Tensor, head: Tensor | None, place: Tensor, pairs: int) -> Tensor:
-    """[B, n, d], behind the [B, m, d] of a head where there is one -> [B, pairs]."""
+    """Return [B, pairs] of x [B, n, d], preceded by the vectors of head [B, m, d] if given."""
     b, n, d = x.shape
     heads = 0 if head is None else head.shape[1]
     n += heads
     y = torch.empty(b, pairs, dtype=x.dtype, device=x.device)
     if b and pairs:
-        size, width = _sizes(n, d)
+        size, width = _padded_sizes(n, d)
         warps = 2 if size <= 32 else 4
         _dots[(b,)](x, head, place, y, n, heads, d, pairs, size, width, head is not None, x.dtype == torch.float32, num_warps=warps)  # fmt: skip
     return y
 
 
 def dots_gradient(dy: Tensor, x: Tensor, place: Tensor) -> Tensor:
-    """[B, pairs], [B, n, d] -> [B, n, d]."""
+    """Return dx [B, n, d] of dy [B, pairs] and x [B, n, d]."""
     b, n, d = x.shape
     dx = torch.empty_like(x)
     if b:
-        size, width = _sizes(n, d)
+        size, width = _padded_sizes(n, d)
         _dots_gradient[(b,)](
             dy, x, place, dx, n, d, dy.shape[1], size, width, x.dtype == torch.float32, num_warps=2 if size <= 32 else 4
         )

@@ -1,4 +1,4 @@
-"""Pairwise products as torch ops."""
+"""The Triton kernels of `dots` as torch ops."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from loka.kernels.op import fake_of, torch_op
 
 @torch_op("dots_places")
 def places(first: Tensor, second: Tensor, n: int) -> Tensor:
-    """Where the kernels below write and read each of the products of n vectors: [n * n + 1] int32."""
+    """See `triton_kernels.places`."""
     return kernels.places(first, second, n)
 
 
@@ -20,7 +20,7 @@ def _(first, second, n):  # type: ignore[no-untyped-def]
 
 @torch_op("dots")
 def dots(x: Tensor, head: Tensor | None, place: Tensor, pairs: int) -> Tensor:
-    """[B, pairs]."""
+    """See `triton_kernels.dots`."""
     return kernels.dots(x, head, place, pairs)
 
 
@@ -31,7 +31,7 @@ def _(x, head, place, pairs):  # type: ignore[no-untyped-def]
 
 @torch_op("dots_gradient")
 def dots_gradient(dy: Tensor, x: Tensor, place: Tensor) -> Tensor:
-    """dx [B, n, d]."""
+    """See `triton_kernels.dots_gradient`."""
     return kernels.dots_gradient(dy, x, place)
 
 

@@ -1,8 +1,11 @@
-"""mixed_dots: products of an example's feature vectors with a few mixtures of them, the factorisation machine of Wukong, read once and written once; forward and backward."""
+"""mixed_dots: products of an example's feature vectors with a few mixtures of them (Wukong's factorization machine).
+
+One pass over memory, forward and backward.
+"""
 
 from typing import Any
 
-# not `import torch`: a backend of that name is a submodule
+# not `import torch`: the backend `torch` is a submodule of this package
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.autograd import Function
@@ -14,7 +17,7 @@ __all__ = ["MixedDotsCall", "mixed_dots"]
 
 
 class _MixedDots(Function):
-    """x [B, n, d], weight [k, n] -> [B, n, k]."""
+    """The autograd function of `mixed_dots`."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, backend: str) -> Tensor:
@@ -38,15 +41,15 @@ def _pick(x: Tensor, weight: Tensor, backend: str) -> Any:
 
 
 def mixed_dots(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
-    """x (W x)^T for every example: its n vectors times k mixtures of them, with gradients.
+    """Compute x (W x)^T for every example: its n vectors times k mixtures of them. Differentiable.
 
     Args:
-        x: [B, n, d], 16, 32 or 64 bits.
-        weight: [k, n], in x's type or one it is cast from, as a float32 Parameter is under autocast.
+        x: [B, n, d], bf16, fp16, float32 or float64.
+        weight: [k, n]; cast to x's dtype, for example a float32 Parameter under autocast.
         backend: a name of the registry, or "auto".
 
     Returns:
-        [B, n, k] in x's type.
+        [B, n, k] in x's dtype.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -58,9 +61,9 @@ def mixed_dots(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
         raise ValueError(
             f"mixed_dots: x is {tuple(x.shape)} and weight {tuple(weight.shape)}, expected [B, n, d] and [k, n]"
         )
-    with DisableTorchFunction():  # function modes look at what a user's forward calls, not inside of this
+    with DisableTorchFunction():  # hide the ops inside from function modes
         result: Tensor = _MixedDots.apply(x, weight, backend)  # type: ignore[no-untyped-call]
     return result
 
 
-load("mixed_dots")  # not in a call, which may be compiled: torch.compile cannot trace an import
+load("mixed_dots")  # at import: torch.compile cannot trace an import inside a call

@@ -1,4 +1,4 @@
-"""Products with mixtures, described without tensors."""
+"""A call of `mixed_dots`, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,16 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class MixedDotsCall:
-    """Products of the n vectors of d numbers that each of b examples has with k mixtures of them."""
+    """A call of `mixed_dots`.
+
+    Args:
+        b, n, d: x is [b, n, d].
+        k: number of mixtures.
+        dtype: of x.
+
+    Example:
+        >>> call = MixedDotsCall(b=8192, n=64, d=128, k=24)
+    """
 
     b: int
     n: int

@@ -1,4 +1,4 @@
-"""Our kernels: a program holds an example's vectors, mixes them, multiplies them by the mixtures, and writes the products: x is read once, and mixtures never reach memory, forward or backward."""
+"""Triton mixed_dots: x is read once per pass, and mixtures are never written to memory. See `triton_kernels`."""
 
 import torch
 from torch import Tensor
@@ -9,23 +9,23 @@ from loka.kernels.op import invoke
 from loka.kernels.triton_device import triton_multiplies_on
 
 MOST_VECTORS, MOST_MIXTURES = 128, 64
-MOST_NUMBERS = 128 * 256  # of an example, in powers of two: what shared memory holds beside what is made of them
+MOST_NUMBERS = 128 * 256  # elements of an example, padded to powers of two, that fit into shared memory with the rest
 
 
 def supports(call: MixedDotsCall, device: torch.device) -> Verdict:
-    """Up to 128 vectors and 64 mixtures, 16 bits."""
+    """Accept up to 128 vectors and 64 mixtures in bf16 or fp16."""
     if call.n > MOST_VECTORS or call.k > MOST_MIXTURES:
         return no(f"holds up to {MOST_VECTORS} vectors and {MOST_MIXTURES} mixtures, not {call.n} and {call.k}")
     wide = max(16, 1 << (call.d - 1).bit_length()) if call.d else 16
     if wide * max(16, 1 << (call.n - 1).bit_length()) > MOST_NUMBERS:
-        return no(f"holds {MOST_NUMBERS} numbers of an example, not {call.n} vectors of {call.d}")
+        return no(f"holds up to {MOST_NUMBERS} elements of an example, not {call.n} vectors of {call.d}")
     if call.dtype not in (torch.bfloat16, torch.float16):
-        return no(f"multiplies 16 bits, not {call.dtype}")
+        return no(f"multiplies bf16 and fp16, not {call.dtype}")
     return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16)
 
 
 def run(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B, n, d], weight [k, n] in its type -> [B, n, k]."""
+    """See `loka.kernels.mixed_dots.mixed_dots`. The weight has x's dtype."""
     from loka.kernels.mixed_dots import triton_ops
 
     result: Tensor = invoke(triton_ops.mixed_dots, x.contiguous(), weight.contiguous())
@@ -33,7 +33,7 @@ def run(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gradient(dp: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [B, n, d] in x's type, dW [k, n] in float32."""
+    """Return dx [B, n, d] in x's dtype and dW [k, n] in float32."""
     from loka.kernels.mixed_dots import triton_ops
 
     dx, dw = invoke(triton_ops.mixed_dots_gradient, dp.contiguous(), x.contiguous(), weight.contiguous())

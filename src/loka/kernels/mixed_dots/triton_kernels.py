@@ -1,9 +1,10 @@
-"""Products with mixtures: one program walks over examples. Memory-bound: x and the products are read or written once.
+"""Products with mixtures: a program loops over examples. Memory-bound: x and the products are read or written once.
 
     Y = W X [k, d],   P = X Y^T [n, k]
     dY = dP^T X,      dX = dP Y + W^T dY,      dW += dY X^T
 
-As batched GEMMs of 24 columns these read x twice forward and four times backward, and write Y and dY, at a fraction of the speed of memory: no library has tiles for them.
+As batched GEMMs of 24 columns these read x twice forward and four times backward, and write Y and dY, at a fraction of
+the memory bandwidth: no library has tiles for them.
 """
 
 import torch
@@ -16,14 +17,15 @@ from loka.kernels.strides import next_power_of_2
 from loka.kernels.tile import INTERPRETED, multiply
 from loka.kernels.triton_launcher import quick
 
-# (programs of a multiprocessor, warps, stages) by the most numbers that an example may have: up to 16,384 the fastest of a sweep on an H200, beyond it what shared memory holds
+# (programs per multiprocessor, warps, stages) by the largest number of elements of an example: up to 16,384 the fastest
+# of a sweep on an H200, beyond it what fits into shared memory.
 FORWARD = {8192: (3, 4, 3), 16384: (2, 8, 3), 32768: (1, 8, 2)}
 GRADIENT = {8192: (2, 4, 3), 16384: (1, 8, 3), 32768: (1, 8, 1)}
 
 
 @triton.jit
 def _load(ptr, stride: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """A matrix of one example, zero beyond its end."""
+    """Load a matrix of one example, zero-padded."""
     row, column = tl.arange(0, BR), tl.arange(0, BC)
     inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
     return tl.load(ptr + row[:, None] * stride + column[None, :], inside, other=0.0)
@@ -53,7 +55,7 @@ def _forward(x_ptr, weight_ptr, out_ptr, B, N: tl.constexpr, D: tl.constexpr, K:
 @triton.jit
 def _gradient(dp_ptr, x_ptr, weight_ptr, dx_ptr, dw_ptr, B, N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
               PREROUND: tl.constexpr):  # fmt: skip
-    """dx, and this program's part of dW."""
+    """Compute dx and this program's part of dW."""
     weight = _load(weight_ptr, N, K, N, BK, BN)
     dw = tl.zeros((BK, BN), tl.float32)
     for example in tl.range(tl.program_id(0), B, tl.num_programs(0)):
@@ -68,36 +70,39 @@ def _gradient(dp_ptr, x_ptr, weight_ptr, dx_ptr, dw_ptr, B, N: tl.constexpr, D: 
     _store(dw_ptr + tl.program_id(0).to(tl.int64) * K * N, dw, K, N, BK, BN)
 
 
-def _power(count: int) -> int:
+def _padded(count: int) -> int:
     return max(16, next_power_of_2(count))
 
 
-def _launch(table: dict[int, tuple[int, int, int]], blocks: tuple[int, int, int]) -> tuple[int, int, int]:
+def _launch_options(table: dict[int, tuple[int, int, int]], blocks: tuple[int, int, int]) -> tuple[int, int, int]:
     return next(found for most, found in table.items() if blocks[0] * blocks[1] <= most)
 
 
 def mixed_dots(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B, n, d] and weight [k, n] of one type, contiguous -> [B, n, k]."""
+    """Return [B, n, k] of contiguous x [B, n, d] and weight [k, n] in the same dtype."""
     (rows, n, d), k = x.shape, weight.shape[0]
     out = torch.empty(rows, n, k, dtype=x.dtype, device=x.device)
     if out.numel() and d == 0:
         return out.zero_()
     if out.numel():
-        blocks = _power(n), _power(d), _power(k)
-        resident, warps, stages = _launch(FORWARD, blocks)
+        blocks = _padded(n), _padded(d), _padded(k)
+        resident, warps, stages = _launch_options(FORWARD, blocks)
         programs = min(rows, resident * processors(x.device))
         _forward[(programs,)](x, weight, out, rows, n, d, k, *blocks, INTERPRETED, num_warps=warps, num_stages=stages)  # fmt: skip
     return out
 
 
 def mixed_dots_gradient(dp: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [B, n, d] and dW [k, n] in float32. Each program sums its examples, then the parts are summed: the same bits every time."""
+    """Return dx [B, n, d] and dW [k, n] in float32.
+
+    Each program sums over its examples, then the parts are summed, so results are bitwise reproducible.
+    """
     (rows, n, d), k = x.shape, weight.shape[0]
     dx = torch.empty_like(x)
     if not dx.numel() or not k:
         return dx.zero_(), torch.zeros(k, n, dtype=torch.float32, device=x.device)
-    blocks = _power(n), _power(d), _power(k)
-    resident, warps, stages = _launch(GRADIENT, blocks)
+    blocks = _padded(n), _padded(d), _padded(k)
+    resident, warps, stages = _launch_options(GRADIENT, blocks)
     programs = min(rows, resident * processors(x.device))
     parts = torch.empty(programs, k, n, dtype=torch.float32, device=x.device)
     _gradient[(programs,)](dp, x, weight, dx, parts, rows, n, d, k, *blocks, INTERPRETED, num_warps=warps, num_stages=stages)  # fmt: skip

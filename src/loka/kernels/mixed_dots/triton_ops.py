@@ -1,4 +1,4 @@
-"""Products with mixtures as torch ops."""
+"""The Triton kernels of `mixed_dots` as torch ops, and their FLOP counts."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from loka.kernels.op import fake_of, torch_op
 
 @torch_op("mixed_dots")
 def mixed_dots(x: Tensor, weight: Tensor) -> Tensor:
-    """[B, n, k]."""
+    """See `triton_kernels.mixed_dots`."""
     return kernels.mixed_dots(x, weight)
 
 
@@ -23,7 +23,7 @@ def _(x, weight):  # type: ignore[no-untyped-def]
 
 @torch_op("mixed_dots_gradient")
 def mixed_dots_gradient(dp: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [B, n, d] and dW [k, n] in float32."""
+    """See `triton_kernels.mixed_dots_gradient`."""
     return kernels.mixed_dots_gradient(dp, x, weight)
 
 
@@ -34,13 +34,13 @@ def _(dp, x, weight):  # type: ignore[no-untyped-def]
 
 @register_flop_formula(torch.ops.loka.mixed_dots)
 def _(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
-    """Two products."""
+    """Count two products."""
     rows, n, d = x_shape
     return 4 * rows * n * d * int(weight_shape[0])
 
 
 @register_flop_formula(torch.ops.loka.mixed_dots_gradient)
 def _(dp_shape: Any, x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
-    """Two for each of the two forward; mixtures made again are not counted, as torch does not count what is recomputed."""
+    """Count two products for each of the two forward. Like torch, do not count recomputation (of the mixtures)."""
     rows, n, d = x_shape
     return 8 * rows * n * d * int(weight_shape[0])

@@ -1,4 +1,4 @@
-"""A router, described without tensors."""
+"""A call of `route` or `route_sorted`, described without tensors."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,18 @@ import torch
 
 @dataclass(frozen=True)
 class RouterCall:
-    """`tokens` vectors of width k to `top` of `experts` experts, and to one more where `always`."""
+    """A call of `route` or `route_sorted`.
+
+    Args:
+        tokens, k: x is [tokens, k].
+        experts: number of routed experts.
+        top: experts chosen per token.
+        dtype: of x.
+        always: every token also visits a shared expert.
+
+    Example:
+        >>> call = RouterCall(tokens=4096, k=1024, experts=64, top=6)
+    """
 
     tokens: int
     k: int

@@ -1,11 +1,11 @@
-"""The law of routing.
+"""The reference for routing.
 
-    logits   x W^T, summed in float32, rounded once to x's dtype: what the model's own linear gives
+    logits   x W^T, summed in float32, rounded once to x's dtype, as by the model's linear layer
     s        sigmoid(logits) in float32
     chosen   the `top` largest of s + balance, NaN above every number, equal ones lowest index first
-    weight   s of the chosen / their sum; balance decides who is chosen and never how much it counts
+    weight   s of the chosen / their sum; balance affects the choice only
 
-float64 stays float64. Equal scores are common: 16-bit logits of dozens of experts collide, and s of large ones is 1.
+float64 stays float64. Equal scores are common: 16-bit logits of dozens of experts collide, and s saturates at 1.
 """
 
 import torch
@@ -18,12 +18,12 @@ from loka.kernels.route.call import RouterCall
 
 
 def supports(call: RouterCall, device: torch.device) -> Verdict:
-    """Everything torch runs on."""
+    """Accept every call."""
     return YES
 
 
 def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False) -> tuple[Tensor, Tensor]:
-    """Experts int64 and weights, [T, top], with a last column for the shared expert where `always`."""
+    """See `loka.kernels.route.route`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide)).to(x.dtype)
     scores = torch.sigmoid(logits.to(wide))
@@ -39,6 +39,6 @@ def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = 
 def run_sorted(
     x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """order, offsets, inverse of a stable sort of the choices by expert, and the weights."""
+    """Return order, offsets and inverse of a `Permutation`, and the weights."""
     chosen, gates = run(x, weight, balance, top, always=always)
     return *permute(chosen, weight.shape[0] + int(always)), gates

@@ -1,4 +1,4 @@
-"""Our router: product, sigmoid, choice and weights in one kernel, and the sorted order of the visits in a second. See `triton_kernels`."""
+"""Triton router: product, sigmoid, choice and weights in one kernel, the sort in a second. See `triton_kernels`."""
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from loka.kernels.triton_device import triton_multiplies_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_EXPERTS = 256
-MOST_VISITS = 16  # chosen one after the other
+MOST_VISITS = 16  # they are chosen one after the other
 
 
 def supports(call: RouterCall, device: torch.device) -> Verdict:
-    """A CUDA device, or Triton's interpreter on the CPU; no float64; the scores of a token fit into a program."""
+    """Accept bf16, fp16 and fp32 with up to 256 experts, on a CUDA device or in Triton's interpreter."""
     if call.dtype not in _DTYPES:
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
     if call.experts + int(call.always) > MOST_EXPERTS:
@@ -26,7 +26,7 @@ def supports(call: RouterCall, device: torch.device) -> Verdict:
 
 
 def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False) -> tuple[Tensor, Tensor]:
-    """Experts int64 and weights float32, [T, top] or one column more."""
+    """See `loka.kernels.route.route`."""
     from loka.kernels.route import triton_ops
 
     result: tuple[Tensor, Tensor] = invoke(
@@ -38,7 +38,7 @@ def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = 
 def run_sorted(
     x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """order, offsets, inverse, weights: two kernels."""
+    """Return order, offsets and inverse of a `Permutation`, and the weights."""
     from loka.kernels.route import triton_ops
 
     result: tuple[Tensor, Tensor, Tensor, Tensor] = invoke(

@@ -1,15 +1,16 @@
-"""A router in one pass, which also counts for the sort of what it chose: the scores of a token never leave the program that made them.
+"""A router in one kernel, which also counts visits for the sort. The scores of a token are never written to memory.
 
-A program owns BM tokens and all experts, padded to a power of two:
+A program handles BM tokens and all experts, padded to a power of two:
 
-    logits    BM x EP, tensor cores, summed in float32 over K in steps of BK
+    logits    BM x EP, on tensor cores, summed in float32 over K in steps of BK
     key       sigmoid + balance; NaN counts as the largest, padding as the smallest
-    TOP times the largest key, lowest index first, is taken and struck out
+    choice    TOP times, the largest key (lowest index first) is taken and removed
 
-Widths of 53 experts send a library to kernels that read one element at a time, and choosing takes it five more launches; here a masked load covers the padding.
-Whatever the numbers are, TOP different experts are chosen: those struck out and the padding are below every key.
+For widths such as 53 experts, libraries run kernels that read one element at a time, and need five more launches for
+the choice; here a masked load handles the padding. TOP distinct experts are chosen for any input: removed keys and
+padding are below every key.
 
-Sorting by expert is a counting sort (`grouped_mm.triton_kernels.place`) whose counts, per block of tokens, the router leaves behind.
+Sorting by expert is a counting sort (`grouped_mm.triton_kernels.place`) that uses the router's counts per block.
 """
 
 import torch
@@ -22,8 +23,8 @@ from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-ONE_WAVE = 16 * 132  # tokens that small tiles spread over the multiprocessors of an H200
-MANY = 16384  # tokens from which on larger blocks keep the counts of all blocks, which every program of the sort reads, few
+ONE_WAVE = 16 * 132  # tokens in one wave of small tiles on the multiprocessors of an H200
+MANY = 16384  # above so many tokens blocks are larger: every program of the sort reads the counts of all blocks
 
 
 @quick
@@ -73,12 +74,12 @@ def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, count_ptr, T, K, E, stri
 
 
 def depth_of(padded: int, item: int) -> int:
-    """Columns a step reads: what keeps four steps of x and of `padded` experts in shared memory."""
+    """Return the columns per step, such that four steps of x and of `padded` experts fit into shared memory."""
     return 128 if padded * item <= 128 else 64 if padded * item <= 512 else 32
 
 
 def block_of(tokens: int, item: int) -> int:
-    """Tokens of a program."""
+    """Return the tokens per program."""
     if tokens <= ONE_WAVE or INTERPRETED:
         return 16
     return 64 if tokens > MANY and item == 2 else 32
@@ -87,7 +88,7 @@ def block_of(tokens: int, item: int) -> int:
 def _choose(
     x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool, ids: Tensor, counts: Tensor | None
 ) -> Tensor:
-    """Writes the ids, and the counts where given [blocks, EP]; gives the weights."""
+    """Write ids, and counts [blocks, EP] if given; return the weights."""
     (tokens, k), experts, columns = x.shape, weight.shape[0], top + int(always)
     gates = torch.empty(tokens, columns, dtype=torch.float32, device=x.device)
     padded = padding_of(experts, always)
@@ -102,12 +103,12 @@ def _choose(
 
 
 def padding_of(experts: int, always: bool) -> int:
-    """Columns of a tile: a power of two, at least what tensor cores multiply, with room for the shared expert."""
+    """Return the columns of a tile: a power of two, at least the tensor core minimum, including the shared expert."""
     return max(16, next_power_of_2(experts + int(always)))
 
 
 def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) -> tuple[Tensor, Tensor]:
-    """x [T, K] and weight [E, K] with unit stride along K -> ids int64, weights."""
+    """Return int64 ids and weights. x [T, K] and weight [E, K] have unit stride along K."""
     ids = torch.empty(x.shape[0], top + int(always), dtype=torch.int64, device=x.device)
     return ids, _choose(x, weight, balance, top, always, ids, None)
 
@@ -115,7 +116,7 @@ def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) ->
 def route_sorted(
     x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """order, offsets, inverse of the visits, and weights."""
+    """Return order, offsets and inverse of the visits, and the weights."""
     tokens, experts = x.shape[0], weight.shape[0] + int(always)
     block, padded = block_of(tokens, x.element_size()), padding_of(weight.shape[0], always)
     ids = torch.empty(tokens, top + int(always), dtype=torch.int32, device=x.device)

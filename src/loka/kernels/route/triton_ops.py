@@ -1,4 +1,4 @@
-"""The Triton routers as torch ops, so that torch.compile sees calls and not Python."""
+"""The Triton router as torch ops, so that torch.compile does not trace the launch code."""
 
 import torch
 

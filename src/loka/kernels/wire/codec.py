@@ -1,18 +1,20 @@
-"""Codecs: tensors as bytes for the wire, scales inline.
+"""Codecs: encode tensors as bytes with inline scales, for communication.
 
-    e4m3:1x128:pow2            one scale for 128 elements, four bytes in front of its 128 codes: 1.031 bytes an element
-    e4m3:1x32:e8m0             one byte of scale for 32 codes (MXFP8): 1.031 bytes an element
+    e4m3:1x128:pow2            a 4-byte scale in front of 128 codes: 1.031 bytes per element
+    e4m3:1x32:e8m0             a 1-byte scale in front of 32 codes (MXFP8): 1.031 bytes per element
     e5m2:1x128:pow2, int8:1x128, int4:1x64, e2m1:1x32:e8m0, ...:stochastic
-    bf16, fp16, fp32           16 or 32 bits, sent as bytes: what was asked for, whatever dtypes the transport knows
+    bf16, fp16, fp32           plain values sent as bytes, so that the transport need not support the dtype
 
-A block is `[scale][codes]`, the last one cut short, so the bytes of a concatenation of whole blocks are the concatenation of their bytes: a buffer can be cut at
-multiples of the block and its pieces sent to different ranks. Four-bit codes are packed, low nibble first.
+A block is `[scale][codes]`, and the last one may be shorter, so encoding whole blocks commutes with concatenation: a
+buffer can be cut at multiples of the block and its pieces sent to different ranks. 4-bit codes are packed, low nibble
+first.
 
-Scales are dequantise multipliers as in `loka.formats`; with `pow2` or `e8m0` they are powers of two, so a weight that was gathered in E4M3 and is then quantised to
-E4M3 again, with a power-of-two scale, is not rounded a second time. Non-finite values stay visible, as the law has it: in the codes where the format can hold them, otherwise
-as a NaN scale (255 in E8M0).
+Scales multiply in dequantization, as in `loka.formats`. With `pow2` or `e8m0` they are powers of two, so a weight that
+was gathered in E4M3 and is then quantized to E4M3 again with a power-of-two scale is not rounded a second time.
+Non-finite values stay visible: in the codes if the format has them, else as a NaN scale (255 in E8M0).
 
-Stochastic codecs round with `loka.formats.philox`: the numbers depend on the step, the stream and the block's place, not on what was encoded before.
+Stochastic codecs round with `loka.formats.philox`: the random numbers depend on the step, the stream and the position
+of the block, not on what was encoded before.
 """
 
 from dataclasses import dataclass
@@ -30,12 +32,12 @@ _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to write floating tensors as bytes. Build it with `parse_codec`.
+    """An encoding of floating-point tensors as bytes. Build it with `parse_codec`.
 
     Args:
-        spec: of a block codec, `1xN` blocks with dynamic scales; None for a plain one.
+        spec: of a block codec, with `1xN` blocks and dynamic scales; None for a plain codec.
         dtype: of a plain codec.
-        stochastic: whether a plain bf16 codec rounds stochastically (a block codec's Spec says it itself).
+        stochastic: round stochastically, for a plain bf16 codec (the Spec of a block codec has its own rounding).
 
     Example:
         >>> codec = parse_codec("e4m3:1x128:pow2")
@@ -56,11 +58,11 @@ class Codec:
             return
         block, problems = self.spec.block, []
         if block.rows != 1 or block.cols < 1:
-            problems.append(f"its block must be 1xN, not {block}: the wire has no rows")
+            problems.append(f"its block must be 1xN, not {block}: tensors are sent flat, without rows")
         elif self.spec.format.bits == 4 and block.cols % 2:
             problems.append(f"four-bit codes are packed in pairs, so a block of {block.cols} cannot be cut")
         if self.spec.mode != "dynamic":
-            problems.append(f"its scales travel with the data, so they cannot be {self.spec.mode}")
+            problems.append(f"its scales are sent with the data, so they cannot be {self.spec.mode}")
         if self.spec.scale == "e4m3":
             problems.append("two-level scales need the maximum of the whole tensor, which no piece of it knows")
         if problems:
@@ -68,12 +70,12 @@ class Codec:
 
     @property
     def block(self) -> int:
-        """Elements that cannot be cut apart; 1 for a plain codec."""
+        """Return the elements per block; 1 for a plain codec."""
         return 1 if self.spec is None else self.spec.block.cols
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether `encode` needs a `draw`."""
+        """Return True if `encode` needs a `draw`."""
         return self.stochastic or (self.spec is not None and self.spec.rounding == "stochastic")
 
     @property
@@ -81,18 +83,18 @@ class Codec:
         return 0 if self.spec is None else 1 if self.spec.scale == "e8m0" else 4
 
     def size(self, elements: int) -> int:
-        """Bytes of so many elements, scales included."""
+        """Return the encoded size of so many elements in bytes, scales included."""
         if self.spec is None:
             return elements * self.dtype.itemsize
         return -(-elements // self.block) * self._scale_bytes + -(-elements * self.spec.format.bits // 8)
 
     def encode(self, x: Tensor, *, draw: Draw | None = None, first_block: int = 0) -> Tensor:
-        """Bytes of a floating tensor.
+        """Encode a floating-point tensor.
 
         Args:
             x: any shape; read in row-major order.
-            draw: where stochastic rounding takes its numbers from; needed by stochastic codecs and by no other.
-            first_block: the number of x's first block in the whole of which x is a piece.
+            draw: determines the random numbers; required by stochastic codecs and refused by others.
+            first_block: index of x's first block in the whole tensor, if x is a piece of it.
 
         Returns:
             uint8 [size(x.numel())].
@@ -112,16 +114,15 @@ class Codec:
         whole = len(flat) // self.block
         if whole and wire.supports(self.spec, flat.dtype, flat.device):
             cut = whole * self.block
-            packed = wire.pack(flat[:cut].view(whole, self.block), self.spec, draw=draw, first_block=first_block).view(
-                -1
-            )
+            blocks = flat[:cut].view(whole, self.block)
+            packed = wire.pack(blocks, self.spec, draw=draw, first_block=first_block).view(-1)
             if cut == len(flat):
                 return packed
             return torch.cat([packed, self._encode_blocks(flat[cut:], draw, first_block + whole)])
         return self._encode_blocks(flat, draw, first_block)
 
     def _encode_blocks(self, flat: Tensor, draw: Draw | None, first_block: int) -> Tensor:
-        """The law."""
+        """Encode with torch operations. This defines the byte format."""
         assert self.spec is not None
         blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
         noise = None
@@ -133,12 +134,12 @@ class Codec:
         return torch.cat(pieces, 1).view(-1)[: self.size(len(flat))]
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values that `encode` wrote.
+        """Decode what `encode` returned.
 
         Args:
             data: uint8 [size(elements)].
-            elements: how many values.
-            dtype: to return them in.
+            elements: number of values.
+            dtype: of the result.
 
         Returns:
             A tensor [elements] of `dtype`.
@@ -158,7 +159,7 @@ class Codec:
         return self._decode_blocks(data, elements, dtype)
 
     def _decode_blocks(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """The law."""
+        """Decode with torch operations."""
         assert self.spec is not None
         width = self.size(self.block)
         rows = F.pad(data, (0, -data.numel() % width)).view(-1, width)
@@ -203,16 +204,17 @@ class Codec:
 
 
 def parse_codec(text: str | Codec) -> Codec:
-    """Read a codec's spelling.
+    """Parse a codec.
 
     Args:
-        text: `fp32`, `bf16`, `bf16:stochastic`, `fp16`, or the Spec of a block codec, e.g. `e4m3:1x128:pow2`. A Codec is returned as it is.
+        text: `fp32`, `bf16`, `bf16:stochastic`, `fp16`, or the Spec of a block codec, e.g. `e4m3:1x128:pow2`. A Codec
+            is returned as it is.
 
     Returns:
         The codec.
 
     Raises:
-        ValueError: it is no spelling of a codec; the message has every reason.
+        ValueError: the text is not a codec; the message has every reason.
 
     Example:
         >>> parse_codec("e4m3:1x32:e8m0").size(4096) / 4096
@@ -227,7 +229,7 @@ def parse_codec(text: str | Codec) -> Codec:
 
 
 def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite values stay finite in a narrower type; NaN and Inf stay what they are."""
+    """Clamp finite values to the range of a narrower dtype; keep NaN and Inf."""
     if torch.finfo(dtype).max >= torch.finfo(x.dtype).max:
         return x
     limit = torch.finfo(dtype).max

@@ -1,10 +1,12 @@
-"""Packing for the wire at the speed of a copy: a tile of blocks is read once, its scales and codes are written where they travel.
+"""Packing at the speed of a copy: a tile of blocks is read once, and its scales and codes are written once.
 
     tile     R blocks of B elements, about 4,096 in all; a block's maximum is taken across the threads that hold it
-    bytes    [scale][codes], S + B a block: with a scale of four bytes codes begin at multiples of four and are written as words. With one byte (E8M0) every fourth block's codes do, and
-             every fourth one's begin at multiples of two: the blocks of a tile are taken in four PARTS, so that each is written in the widest pieces it can be
+    bytes    [scale][codes], S + B per block. With a 4-byte scale, codes start at multiples of four and are written as
+             words. With a 1-byte scale (E8M0), the codes of only every fourth block do, and those of another fourth
+             start at multiples of two: the blocks of a tile are processed in four PARTS, by alignment, so that each is
+             written in the widest possible pieces
 
-Only whole blocks: a mask then never cuts a vector.
+Only whole blocks are processed, so a mask never splits a vector.
 """
 
 import torch
@@ -20,10 +22,8 @@ from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, 
 from loka.kernels.triton_launcher import quick
 
 TILE = 4096
-SMALL = (
-    1024,
-    1,
-)  # elements and warps where blocks start anywhere, not at whole words: 172 us on an H200 where 4096 and 4 take 269
+# elements and warps for blocks that are not aligned to words: 172 us on an H200, where 4096 and 4 take 269
+SMALL = (1024, 1)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -73,10 +73,10 @@ def _unpack(data_ptr, out_ptr, n, LARGEST: tl.constexpr, B: tl.constexpr, E5M2: 
         element = code.to(tl.float8e5, bitcast=True).to(tl.float32)
     else:
         element = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        if _INTERPRETED:  # it reads NaN as a number
+        if _INTERPRETED:  # the interpreter reads NaN as a number
             element = tl.where((code & 0x7F) == 0x7F, float("nan"), element)
     value = element * scale[:, None]
-    value = tl.where(value > LARGEST, LARGEST, value)  # comparisons keep NaN
+    value = tl.where(value > LARGEST, LARGEST, value)  # unlike minimum, comparisons keep NaN
     value = tl.where(value < -LARGEST, -LARGEST, value)
     if E5M2:
         value = tl.where(tl.abs(element) == float("inf"), element, value)
@@ -87,7 +87,7 @@ def _unpack(data_ptr, out_ptr, n, LARGEST: tl.constexpr, B: tl.constexpr, E5M2: 
 def pack(
     blocks: Tensor, spec: Spec, draw: Draw | None, first_block: int, *, tile: tuple[int, int] | None = None
 ) -> Tensor:
-    """uint8 [n, S + B]. `tile`: elements and warps of a program, for trying others than are chosen here."""
+    """Return uint8 [n, S + B]. `tile` overrides the elements and warps per program, for tuning."""
     n, size = blocks.shape
     tile = tile or (SMALL if size <= 32 else (TILE, 4))
     byte_scale = spec.scale == "e8m0"
@@ -104,7 +104,7 @@ def pack(
 
 @on_device
 def unpack(data: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
-    """[n, B] of `dtype`."""
+    """Return [n, B] in `dtype`."""
     byte_scale = spec.scale == "e8m0"
     n, size = data.shape[0], data.shape[1] - (1 if byte_scale else 4)
     out = torch.empty(n, size, dtype=dtype, device=data.device)
