@@ -264,7 +264,7 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, traced_only: None) -> 
         def forward(self, x: Tensor) -> Tensor:
             return self.experts(x, torch.tensor([4, 8], dtype=torch.int32))
 
-    with pytest.raises(ValueError, match=r"experts \(GroupedLinear\): loka\.grouped_linear\.default is an operator in Python"):  # fmt: skip
+    with pytest.raises(ValueError, match=r"experts \(GroupedLinear\): loka\.grouped_linear\.default is an op implemented in Python"):  # fmt: skip
         loka.export(Experts().eval(), x, path, dynamic=False)
 
     class Fixed(nn.Module):

@@ -138,7 +138,7 @@ def test_a_model_in_low_precision_is_not_saved_as_a_plain_one(tmp_path: Path) ->
     loka.revert(model)
     save_ranker(model, PLAIN, tmp_path / "plain", family="wukong")
     loka.quantize(model)
-    with pytest.raises(ValueError, match="keeps FP8 weights alone"):
+    with pytest.raises(ValueError, match="keeps FP8 weights only"):
         save_ranker(model, PLAIN, tmp_path, family="wukong")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]
 

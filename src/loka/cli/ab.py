@@ -5,10 +5,10 @@
     loka ab base.jsonl candidate.jsonl --margin 0.005    any models; one line per user: {"user": 7, "recall@10": 0.1}
     loka ab --online runs/ab --margin 0.01               an experiment of loka serve A B --events runs/ab, at any time
 
-Reported per metric: both means, the relative change with a 95 % interval paired by user, the minimum detectable effect
-(MDE) at this number of users, and the verdict: equivalent within --margin, better, worse or inconclusive. The sample
-ratio is checked first: each arm must have its expected share of users. Exit 1 if the sample ratio is off, a metric is
-worse or a guardrail is broken; 2 if the request is invalid.
+Reported per metric: both means, the relative change with a 95 % interval, and the verdict: equivalent within --margin,
+better, worse or inconclusive. Offline, intervals are paired by user, and the minimum detectable effect (MDE) is added.
+The sample ratio is checked first: each arm must have its expected share of users. Exit 1 if the sample ratio is off, a
+metric is worse or a guardrail is broken; 2 if the request is invalid.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""exporting: a frozen ranker as one file that runs without this library.
+"""Export a frozen model to one file that runs without loka.
 
-    loka.export(model, example, "ranker.pt2")                      an AOTInductor package: compiled code, loaded by torch alone, from Python or C++
-    loka.export(model, example, "ranker.onnx", format="onnx")      ONNX with QuantizeLinear / DequantizeLinear around every product
+    loka.export(model, example, "ranker.pt2")                    an AOTInductor package: compiled code, loaded by torch
+                                                                 alone from Python or C++
+    loka.export(model, example, "ranker.onnx", format="onnx")    ONNX with QuantizeLinear / DequantizeLinear nodes
 
-signature.py    a model's arguments as a flat list of named tensors, which is all that such a file can take
-plain.py        converted modules written out in operations that every torch has
-package.py      traced, written, loaded again and compared with the model before the file is where it was asked for
+signature.py    flattens a model's arguments to named tensors, which is all that such a file can take
+plain.py        replaces converted modules by plain torch ops
+ops.py          the cast and the GEMM of these modules, for each format
+package.py      traces, writes, loads the file again and compares it with the model
+trying.py       runs a package in its own process
 
-This is about models. A plan in the words of another library (torchao, ModelOpt, ...) is `loka.dispatch.export` and `loka translate`.
+To translate a plan for another library (torchao, ModelOpt, ...) use `loka.dispatch.export` or `loka translate`.
 """
 
 from loka.exporting.package import Exported, export

@@ -1,7 +1,7 @@
-"""The two operations of a converted module, a cast and a product, as a traced graph spells them. Activations are cast by amax, multiply, clamp, cast.
+"""The two operations of a converted module, a cast and a GEMM, in the form that is traced.
 
-AtenOps     aten: a product of dequantised operands on a CPU, torch's own scaled product (cuBLASLt) on a GPU
-OnnxOps     QuantizeLinear -> DequantizeLinear -> Gemm, the pattern that runtimes replace by an FP8 product
+AtenOps     aten ops: a GEMM of dequantized operands on a CPU, torch's own scaled GEMM (cuBLASLt) on a GPU
+OnnxOps     QuantizeLinear -> DequantizeLinear -> Gemm, the pattern that runtimes replace by an FP8 GEMM
 """
 
 from typing import Any, Protocol
@@ -15,34 +15,37 @@ from loka.kernels import registry
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import MatmulCall, prepare
 
-ROWS = 1024  # a product of so many rows stands for all when a kernel is asked whether it can
+ROWS = 1024  # rows of the call with which a kernel is asked whether it supports a GEMM
 
 
 class Ops(Protocol):
-    """How a cast and a product are written."""
+    """The cast and the GEMM of an export format."""
 
     def refuse(self, a: Spec, weight: QTensor, dtype: torch.dtype) -> str | None:
-        """Why a product cannot be written, or None."""
+        """Return why a GEMM cannot be exported, or None."""
         ...
 
     def hold(self, weight: QTensor, a: Spec) -> QTensor:
-        """A weight as the product reads it."""
+        """Return the weight as the GEMM reads it."""
         ...
 
     def quantize(self, x: Tensor, spec: Spec, scale: Tensor | None) -> Any:
-        """x [M, K] in low precision."""
+        """Quantize x [M, K]."""
         ...
 
     def multiply(self, a: Any, weight: QTensor, dtype: torch.dtype, *, fast_accum: bool) -> Tensor:
-        """a [M, K] @ weight [N, K]^T. fast_accum: sums stay in the tensor cores, as in the kernel it stands for: what they round away there decides casts behind it."""
+        """Return a [M, K] @ weight [N, K]^T.
+
+        fast_accum: accumulate in the tensor cores, like the kernel it replaces; its rounding affects later casts.
+        """
         ...
 
 
 class AtenOps:
-    """Plain torch.
+    """Plain torch ops.
 
     Args:
-        device: where the package will run.
+        device: device the package will run on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,23 +54,23 @@ class AtenOps:
             registry.load(op)
 
     def refuse(self, a: Spec, weight: QTensor, dtype: torch.dtype) -> str | None:
-        """Formats that are no type of torch, and products that torch's own GEMM does not have."""
+        """Reject formats that are not dtypes of torch, and GEMMs that torch's own backend does not support."""
         if reason := _refuse_formats(a, weight.spec):
             return reason
         n, k = weight.shape
         verdict = registry.backend("scaled_mm", self.gemm).supports(MatmulCall(ROWS, k, n, a, weight.spec, dtype), self.device)  # fmt: skip
-        return None if verdict else f"torch's own product {verdict.reason}, and no kernel of ours can be packaged"
+        return None if verdict else f"torch's own GEMM {verdict.reason}, and loka's kernels cannot be packaged"
 
     def hold(self, weight: QTensor, a: Spec) -> QTensor:
-        """Padded and with its scales ordered as the product reads them."""
+        """Return the weight padded, with its scales in the order that the GEMM reads."""
         return prepare(weight, a, backend=self.gemm)
 
     def quantize(self, x: Tensor, spec: Spec, scale: Tensor | None) -> QTensor:
-        """By the law."""
+        """Quantize x like the reference."""
         return quantize(x, spec, scale=scale, backend="compiled")
 
     def multiply(self, a: QTensor, weight: QTensor, dtype: torch.dtype, *, fast_accum: bool) -> Tensor:
-        """On the backend that was asked when the module was made; the law without its autocast block, which would be a graph of its own."""
+        """Multiply; on a CPU like the reference, without its autocast block, which would be traced as a subgraph."""
         if self.gemm == "reference":
             return (_values_of(a) @ _values_of(weight).T).to(dtype)
         from loka.kernels.scaled_mm import torch as own
@@ -76,26 +79,26 @@ class AtenOps:
 
 
 class OnnxOps:
-    """Nodes of ONNX, opset 21. They compute nothing in eager: a module with these is only traced."""
+    """ONNX nodes, opset 21. They compute nothing in eager mode: a module that uses them can only be traced."""
 
     OPSET = 21
     _TYPES = {E4M3: (17, torch.float8_e4m3fn), E5M2: (19, torch.float8_e5m2)}  # noqa: RUF012 - a table
 
     def refuse(self, a: Spec, weight: QTensor, dtype: torch.dtype) -> str | None:
-        """Formats that ONNX has no element type for."""
+        """Reject formats that ONNX has no element type for."""
         return _refuse_formats(a, weight.spec)
 
     def hold(self, weight: QTensor, a: Spec) -> QTensor:
-        """As it is."""
+        """Return the weight unchanged."""
         return weight
 
     def quantize(self, x: Tensor, spec: Spec, scale: Tensor | None) -> Tensor:
-        """QuantizeLinear and DequantizeLinear: the values that x has in low precision."""
+        """Return the dequantized values of x: QuantizeLinear, then DequantizeLinear."""
         x = x.float()
         width = x.shape[1]
         across = width if spec.block in (TENSOR, ROW) else spec.block.cols
         if spec.block.rows > 1 and spec.block != TENSOR:
-            raise ValueError(f"{spec} of an activation has no spelling in ONNX: several rows share a scale")
+            raise ValueError(f"{spec} of an activation is not supported by ONNX: several rows share a scale")
         wide = F.pad(x, (0, -width % across)) if width % across else x
         blocks = wide if across == width else wide.reshape(-1, across)
         if scale is None:
@@ -108,7 +111,11 @@ class OnnxOps:
         return values if across == width else values.reshape(wide.shape)[:, :width]
 
     def multiply(self, a: Tensor, weight: QTensor, dtype: torch.dtype, *, fast_accum: bool) -> Tensor:
-        """Gemm and not MatMul: onnxruntime 1.31 turns a MatMul behind two DequantizeLinear into an integer product, and then refuses its own graph for being FP8."""
+        """Multiply with a Gemm node.
+
+        Not MatMul: onnxruntime 1.31 turns a MatMul after two DequantizeLinear into an integer GEMM, and then rejects
+        its own graph because it is FP8.
+        """
         values = self._values(weight)
         product = self._node("Gemm", (a, values), torch.float32, (a.shape[0], weight.shape[0]), transB=1)
         return product if dtype == torch.float32 else product.to(dtype)
@@ -128,10 +135,11 @@ class OnnxOps:
 
 
 def _values_of(q: QTensor) -> Tensor:
-    """data * scale, block by block.
+    """Return data * scale, block by block.
 
-    Not `q.dequantize()`: that repeats scales along the columns, and Inductor (torch 2.13) on a CPU reads beyond them where the width is no multiple of the block: at 200 columns
-    `x * scales[torch.arange(200) // 128]` compiled is off by 1e33.
+    Not `q.dequantize()`, which repeats scales along the columns: Inductor (torch 2.13) on a CPU reads beyond them if
+    the width is not a multiple of the block. At 200 columns, `x * scales[torch.arange(200) // 128]` compiled is off by
+    1e33.
     """
     values, block = q.data.float(), q.spec.block
     if block in (TENSOR, ROW):
@@ -146,5 +154,5 @@ def _values_of(q: QTensor) -> Tensor:
 def _refuse_formats(*specs: Spec) -> str | None:
     for spec in specs:
         if spec.format not in (E4M3, E5M2) or spec.scale == "e4m3":
-            return f"{spec} is emulated here and has no type outside; e4m3 and e5m2 have"
+            return f"{spec} is emulated and has no type in the exported format; expected e4m3 or e5m2"
     return None

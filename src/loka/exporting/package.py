@@ -1,12 +1,16 @@
-"""Export a frozen model: traced on an example, written, loaded again and compared with the model; only then the file is where it was asked for.
+"""Export a frozen model: trace it on an example, write it, load the file again and compare it with the model.
 
-    aoti     torch.export, then AOTInductor: machine code and weights in one `.pt2`. It runs where torch is, without Python sources of the model or of this library
-    onnx     torch.export, then ONNX with QuantizeLinear / DequantizeLinear; compared by onnxruntime on the CPU
+    aoti     torch.export, then AOTInductor: machine code and weights in one `.pt2`, which needs torch but no Python
+             sources of the model or of loka
+    onnx     torch.export, then ONNX with QuantizeLinear / DequantizeLinear; compared with onnxruntime on the CPU
 
-Every backend that is Python or Triton is out of reach while the model is traced (`registry.offering`), so a plain one runs in its place or the trace stops with its name; an operator of
-ours that is left in the graph is refused by name with the module it stands in. The first dimension is free unless the model fixes it; then the error says so.
+Only a file that agrees with the model is moved to its place. Backends written in Python or Triton are not available
+while the model is traced (`registry.offering`): others are chosen, or the trace fails with their name. An op of loka
+that is left in the graph is an error that names the op and its module. The first dimension is dynamic unless the model
+specializes on it, which is an error too.
 
-The comparison is the relative L2 difference of the results. It is not zero: a compiler adds in another order, and a value between two FP8 numbers may take the other.
+The comparison is the relative L2 difference of the results. It is not zero: the compiler sums in another order, and a
+value between two FP8 numbers may round to the other one.
 """
 
 import contextlib
@@ -44,8 +48,8 @@ from loka.units.example import call_model, try_example
 
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
-PACKABLE = ("torch", "compiled", "reference")  # backends that are aten and nothing else
-_MANY = 2**31 - 1  # rows; a bound beyond is the width of an index
+PACKABLE = ("torch", "compiled", "reference")  # backends that consist of aten ops only
+_MANY = 2**31 - 1  # rows; larger bounds come from the width of an index
 _EVERYWHERE = ("aten", "prims", "prim", "higher_order", "onnx_symbolic")
 _CHECKS = ("_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "_assert_tensor_metadata")
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -53,15 +57,15 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that was written and found to compute what the model computes.
+    """An exported file, verified against the model.
 
     Args:
-        path: where it is.
+        path: the file.
         format: aoti or onnx.
-        inputs: names and shapes in the order of a call; `rows`, `n1`, ... are sizes that are free.
+        inputs: names and shapes in the order of a call; `rows`, `n1`, ... are dynamic sizes.
         outputs: names of the results, in their order.
-        low_precision: what runs in FP8, by name.
-        difference: largest relative L2 difference from the model, over the results and the sizes that were compared.
+        low_precision: name -> what runs in FP8 there.
+        difference: largest relative L2 difference from the model, over all results and compared sizes.
         rows: sizes of the first dimension that were compared.
 
     Example:
@@ -94,21 +98,24 @@ def export(
     dynamic: bool = True,
     tolerance: float = 0.01,
 ) -> Exported:
-    """Write a frozen model as one file that runs without this library.
+    """Export a frozen model to one file that runs without loka.
 
     Args:
-        model: in eval mode; converted with `freeze=True`, tuned with `target="serve"`, quantised, or in high precision throughout. It is not changed.
-        example: the arguments of one call: a tuple is *args, a dict **kwargs, anything else one argument. Two rows or more.
-        path: `.pt2` or `.onnx`.
+        model: a model in eval mode: converted with `freeze=True`, tuned with `target="serve"`, quantized, or in high
+            precision. It is not changed.
+        example: the arguments of one call: a tuple is *args, a dict **kwargs, anything else one argument. It must have
+            two rows or more if `dynamic`.
+        path: file to write, `.pt2` or `.onnx`.
         format: "aoti" or "onnx"; None: by the path's suffix.
-        dynamic: leave the first dimension of every input free; False fixes all sizes to the example's.
-        tolerance: relative L2 difference from the model beyond which nothing is written.
+        dynamic: make the first dimension of every input dynamic; False fixes all sizes to the example's.
+        tolerance: largest accepted relative L2 difference from the model.
 
     Returns:
-        What was written, and how far it is from the model.
+        What was written, and how much it differs from the model.
 
     Raises:
-        ValueError: something cannot be exported, or computes something else; the message names it, and there is no file.
+        ValueError: a part of the model cannot be exported, or the file computes something else. The message says what;
+            no file is written.
 
     Example:
         >>> loka.convert(model, plan, freeze=True)
@@ -130,9 +137,7 @@ def export(
     ops: Ops = AtenOps(device) if kind == "aoti" else OnnxOps()
     plain, written = write_out(inner, ops, dtype)
     with _quiet(), tempfile.TemporaryDirectory() as folder:
-        with registry.offering(
-            PACKABLE
-        ):  # for what is traced alone: the model that it is compared with runs its own kernels
+        with registry.offering(PACKABLE):  # only for the trace; the model it is compared with runs its own kernels
             program, inputs = _trace(plain, arguments, dynamic=dynamic)
         _refuse_operators(program)
         made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
@@ -168,7 +173,7 @@ def _check_model(model: nn.Module) -> None:
     if training := [name or type(model).__name__ for name, module in model.named_modules() if module.training]:
         raise ValueError(f"{', '.join(training[:3])} is in training mode; expected a frozen model; hint: loka.convert(model, plan, freeze=True), or model.eval()")  # fmt: skip
     if scripted := [name or "the model" for name, module in model.named_modules() if is_scripted(module)]:
-        raise ValueError(f"{scripted[0]} is run by TorchScript, which torch.export cannot trace; hint: the module it was scripted from")  # fmt: skip
+        raise ValueError(f"{scripted[0]} is run by TorchScript, which torch.export cannot trace; hint: export the module it was scripted from")  # fmt: skip
 
 
 def _require_onnx() -> None:
@@ -181,7 +186,7 @@ def _require_onnx() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporters talk about themselves."""
+    """Silence the warnings and logs of torch's exporters."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -196,7 +201,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _trace(model: nn.Module, arguments: Arguments, *, dynamic: bool) -> tuple[Any, list[str]]:
-    """The graph, and the names of its inputs: those that it reads."""
+    """Return the exported program and the names of its inputs, without those that the model does not read."""
     names = list(arguments.tensors)
     program = _export(model, arguments, names, dynamic=dynamic)
     reads = _reads(program)
@@ -213,7 +218,7 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
     rows = [t.shape[0] for t in tensors if t.dim()]
     if dynamic and 1 in rows:
         small = [name for name in inputs if arguments.tensors[name].dim() and arguments.tensors[name].shape[0] == 1]
-        raise ValueError(f"{', '.join(small)} has one row in the example, which a trace takes for a constant; hint: an example of two rows or more, or dynamic=False")  # fmt: skip
+        raise ValueError(f"{', '.join(small)} has one row in the example, which tracing specializes on; hint: an example of two rows or more, or dynamic=False")  # fmt: skip
     free = tuple({0: torch.export.Dim.AUTO} if t.dim() and dynamic else None for t in tensors)
     flat = Flat(model, arguments, inputs).eval()
     try:
@@ -223,14 +228,17 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
     except Exception as error:
         raise ValueError(f"torch.export cannot trace this model: {_first_line(error)}") from error
     if dynamic and not any(_is_free(size) for _, v in _inputs_of(program) for size in v.shape):
-        raise ValueError(f"the model fixes the number of rows to the example's {rows[0]} (it computes with that size as a number); hint: dynamic=False")  # fmt: skip
+        raise ValueError(f"the model fixes the number of rows to the example's {rows[0]} (its code uses that size as a number); hint: dynamic=False")  # fmt: skip
     if dynamic:
         _refuse_bounds(program, inputs)
     return program
 
 
 def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
-    """A model that asks how many rows there are was traced on the side that the example is on, and a package does not ask: on the other side it would answer wrongly."""
+    """Reject a model that branches on its number of rows.
+
+    It was traced for the branch of the example, and a package does not check it: in the other branch it would be wrong.
+    """
     asked, on_gpu = [], False
     for name, (_, value) in zip(inputs, _inputs_of(program), strict=True):
         on_gpu |= value.device.type == "cuda"
@@ -239,37 +247,37 @@ def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
             rows = program.range_constraints.get(symbol)
             if rows is not None and (rows.upper < _MANY or rows.lower > 2):
                 asked.append(f"rows of {name} {f'>= {rows.lower}' if rows.upper >= _MANY else f'from {rows.lower} to {rows.upper}'}")  # fmt: skip
-    if not asked and not on_gpu:  # on a GPU our own products ask whether rows are whole granules
-        told = [guard for guard in getattr(program, "_guards_code", ()) if "==" not in guard or "%" in guard]
-        asked = [re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[0\]", lambda found: f"rows of {inputs[int(found[1])]}", guard) for guard in told]  # fmt: skip
+    if not asked and not on_gpu:  # on a GPU our own GEMMs check whether rows are a multiple of their granularity
+        guards = [guard for guard in getattr(program, "_guards_code", ()) if "==" not in guard or "%" in guard]
+        asked = [re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[0\]", lambda found: f"rows of {inputs[int(found[1])]}", guard) for guard in guards]  # fmt: skip
     if asked:
-        raise ValueError(f"the model asks for its number of rows and was traced for {'; '.join(asked)}: a package goes that way for any number; hint: dynamic=False, or a forward that does not ask")  # fmt: skip
+        raise ValueError(f"the model branches on its number of rows and was traced for {'; '.join(asked)}: a package would take that branch for any number; hint: dynamic=False, or a forward that does not branch")  # fmt: skip
 
 
 def _is_free(size: Any) -> bool:
-    """A symbol that tracing did not turn into a number."""
+    """Return True if a size is a symbol that tracing did not specialize."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a word'])[0]}"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
 
 
 def _inputs_of(program: Any) -> Iterator[tuple[str, Tensor]]:
-    """The graph's inputs that are the caller's, in order."""
+    """Return name and example value of the graph's user inputs, in order."""
     wanted = list(program.graph_signature.user_inputs)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     return ((name, nodes[name].meta["val"]) for name in wanted)
 
 
 def _reads(program: Any) -> list[bool]:
-    """For every input whether the result depends on it; a check of sizes or of values does not count."""
+    """Return for every input whether the result depends on its values; checks of sizes or values do not count."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     result = next(node for node in program.graph.nodes if node.op == "output")
     needed, waiting = set(), list(result.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        # any input of as many rows has the size
+        # a size can be taken from any other input with as many rows
         if node not in needed and node.target is not torch.ops.aten.sym_size.int:
             needed.add(node)
             waiting += node.all_input_nodes
@@ -277,7 +285,7 @@ def _reads(program: Any) -> list[bool]:
 
 
 def _shapes(program: Any, inputs: Sequence[str]) -> dict[str, str]:
-    """Type and sizes of every input; a free size by the name its symbol gets: `rows` the first, then `n1`, `n2`, ..."""
+    """Return dtype and shape of every input as text. Dynamic sizes are named `rows`, then `n1`, `n2`, ..."""
     names: dict[str, str] = {}
 
     def spell(size: Any) -> str:
@@ -295,7 +303,7 @@ def _shapes(program: Any, inputs: Sequence[str]) -> dict[str, str]:
 
 
 def _refuse_operators(program: Any) -> None:
-    """An operator that only this library knows would be looked for where it runs."""
+    """Reject ops that are registered in Python, which are missing where the file runs."""
     problems: dict[str, None] = {}
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):
@@ -304,7 +312,7 @@ def _refuse_operators(program: Any) -> None:
             stack = list((node.meta.get("nn_module_stack") or {}).values())
             where = stack[-1][0].removeprefix("model.") if stack else "the model"
             kind = getattr(stack[-1][1], "__name__", stack[-1][1]) if stack else ""
-            problems[f"{where} ({str(kind).rpartition('.')[2]}): {node.target} is an operator in Python, which no package can hold"] = None  # fmt: skip
+            problems[f"{where} ({str(kind).rpartition('.')[2]}): {node.target} is an op implemented in Python, which cannot be packaged"] = None  # fmt: skip
     if problems:
         raise ValueError("this model cannot be exported:\n  " + "\n  ".join(problems))
 
@@ -316,7 +324,8 @@ def _write_aoti(program: Any, path: Path, inputs: Sequence[str], outputs: Sequen
             "outputs": json.dumps(list(outputs)),
             "shapes": json.dumps(dict(shapes)),
         },
-        # Where the model rounds to 16 bits, so does the package: the compiler leaves such casts out where it fuses both sides of one, and a cast to FP8 behind it may then go the other way.
+        # Round to 16-bit where the model does: Inductor drops such casts inside a fused kernel, and a later cast to FP8
+        # may then round the other way.
         "emulate_precision_casts": True,
     }
     try:
@@ -327,7 +336,7 @@ def _write_aoti(program: Any, path: Path, inputs: Sequence[str], outputs: Sequen
 
 
 def _write_onnx(program: Any, path: Path, inputs: Sequence[str], outputs: Sequence[str]) -> Run:
-    for node in list(program.graph.nodes):  # what checks and computes nothing has no node in ONNX
+    for node in list(program.graph.nodes):  # assertions have no ONNX equivalent
         packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         if packet in _CHECKS and not node.users:
             program.graph.erase_node(node)
@@ -340,7 +349,7 @@ def _write_onnx(program: Any, path: Path, inputs: Sequence[str], outputs: Sequen
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         cause = next((line for line in reversed(lines) if "class" in line or "No ONNX function" in line), lines[0])
-        raise ValueError(f"ONNX cannot say this model: {type(error).__name__}: {cause.strip()}") from error
+        raise ValueError(f"this model cannot be expressed in ONNX: {type(error).__name__}: {cause.strip()}") from error
     return _open_onnx(path)
 
 
@@ -360,7 +369,7 @@ def _open_onnx(path: Path) -> Run:
 
 
 def _compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[str], expected: list[Tensor], program: Any, tolerance: float) -> tuple[float, list[int]]:  # fmt: skip
-    """The largest difference, at the example's size and at another one where all free sizes are the same."""
+    """Return the largest difference and the rows compared: the example's, and 3 more if just one size is dynamic."""
     tensors = {name: arguments.tensors[name] for name in inputs}
     sizes = {str(v.shape[0]) for _, v in _inputs_of(program) if v.dim() and _is_free(v.shape[0])}
     rows = [next((t.shape[0] for t in tensors.values() if t.dim()), 0)]
@@ -372,13 +381,13 @@ def _compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[
         worst = max(worst, _differ(run([other[name] for name in inputs]), wanted))
         rows.append(next(iter(other.values())).shape[0])
     if not worst <= tolerance:
-        raise ValueError(f"what was exported differs from the model by {worst:.3g} (relative L2), more than {tolerance:g}; nothing was written; hint: tolerance=, if that is near enough")  # fmt: skip
+        raise ValueError(f"the exported file differs from the model by {worst:.3g} (relative L2), more than {tolerance:g}; nothing was written; hint: a larger tolerance=, if that is acceptable")  # fmt: skip
     return worst, rows
 
 
 def _differ(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if [tuple(t.shape) for t in got] != [tuple(t.shape) for t in expected]:
-        raise ValueError(f"what was exported returns {[tuple(t.shape) for t in got]}, the model {[tuple(t.shape) for t in expected]}")  # fmt: skip
+        raise ValueError(f"the exported file returns {[tuple(t.shape) for t in got]}, the model {[tuple(t.shape) for t in expected]}")  # fmt: skip
     pairs = [(_widest(a), _widest(b)) for a, b in zip(got, expected, strict=True) if b.numel()]
     return max((float(relative_l2(a, b)) for a, b in pairs), default=0.0)
 
@@ -389,11 +398,11 @@ def _widest(t: Tensor) -> Tensor:
 
 
 def _move(made: Path, target: Path) -> None:
-    """Whole or not at all, also across file systems."""
+    """Move a file atomically, also across file systems."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        beside.write_bytes(made.read_bytes())
-        beside.replace(target)
+        draft.write_bytes(made.read_bytes())
+        draft.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)

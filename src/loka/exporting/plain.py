@@ -1,12 +1,12 @@
-"""Converted modules written out in operations that every torch has, so that a traced graph needs nothing of ours.
+"""Replace converted modules by plain torch ops, so that a traced graph needs nothing of loka.
 
-    PlainLinear     q(x) W^T + b                               for a converted linear, and a quantised one
+    PlainLinear     q(x) W^T + b                               for a converted or quantized linear
     PlainChain      the same, layer after layer, with norm, activation and the next layer's cast between them
 
-Weights are FP8 buffers with their scales, made once; how casts and products are spelled is in `loka.exporting.ops`.
+Weights are FP8 buffers with their scales, made once; casts and GEMMs are in `loka.exporting.ops`.
 
-Our Triton kernels are Python, so a package cannot hold them: they are never chosen here. What a fused kernel of ours does in one launch, the compiler of the package does in a GEMM
-and one pointwise kernel behind it.
+Our Triton kernels are launched from Python, so a package cannot contain them and they are never chosen here. What a
+fused kernel does in one launch, the package's compiler does in a GEMM and one pointwise kernel after it.
 """
 
 import copy
@@ -30,23 +30,23 @@ from loka.ptq.modules import QuantizedLinear, quantize_weight
 
 
 def _keep(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-    """A buffer; one number as a vector of one, since AOTInductor (torch 2.13) writes a 0-dim buffer into the code and then cannot reshape it."""
+    """Register a buffer. A 0-dim one becomes a vector: AOTInductor (torch 2.13) would inline and fail to reshape it."""
     kept = None if tensor is None else tensor.detach()
     module.register_buffer(name, kept.reshape(1) if kept is not None and kept.dim() == 0 else kept)
 
 
 def _stand_in(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter without elements: models ask `next(self.parameters()).dtype`, and all others have become buffers."""
+    """Return an empty parameter, for models that read `next(self.parameters()).dtype`: the weights become buffers."""
     return nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
 
 
 def _number(tensor: Tensor | None) -> Tensor | None:
-    """One number again."""
+    """Return a vector of one element as a scalar again."""
     return None if tensor is None else tensor.reshape(())
 
 
 class _Weights(nn.Module):
-    """FP8 weights as buffers, by their place."""
+    """FP8 weights as buffers, by index."""
 
     def __init__(self, weights: list[QTensor]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Weights(nn.Module):
                 _keep(self, f"{role}_{index}", tensor)
 
     def get(self, index: int) -> QTensor:
-        """The weight again."""
+        """Return a weight."""
         spec, shape, layout = self._forms[index]
         data, scale, laid = (getattr(self, f"{role}_{index}") for role in ("data", "scale", "laid"))
         if spec.block == TENSOR:
@@ -69,13 +69,13 @@ class PlainLinear(nn.Module):
     """A linear in low precision.
 
     Args:
-        weight: quantised.
-        spec: of the activation.
-        scale: of the activation where it is known beforehand; None: from the activation.
-        bias: or None.
-        ops: how it is written.
-        fast_accum: sums stay in the tensor cores.
-        dtype: of the weight it stands for.
+        weight: quantized weight.
+        spec: Spec of the activation.
+        scale: static scale of the activation; None: computed from the activation.
+        bias: bias, or None.
+        ops: the cast and the GEMM.
+        fast_accum: accumulate in the tensor cores.
+        dtype: dtype of the weight before quantization.
     """
 
     scale: Tensor | None
@@ -91,7 +91,7 @@ class PlainLinear(nn.Module):
         _keep(self, "bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """x [..., K] -> y [..., N] in the input's type."""
+        """Return y [..., N] of x [..., K], in the input's dtype."""
         a = self.ops.quantize(input.reshape(-1, self.in_features), self.spec, _number(self.scale))
         y = self.ops.multiply(a, self.weights.get(0), input.dtype, fast_accum=self.fast_accum)
         y = y if self.bias is None else y + self.bias.to(input.dtype)
@@ -99,13 +99,14 @@ class PlainLinear(nn.Module):
 
 
 class PlainChain(nn.Module):
-    """A chain of linears, FP8 between them. What it computes is what `loka.lowp.chain_function` does without gradients.
+    """A chain of linears with FP8 between them. Computes what `loka.lowp.chain_function` does without gradients.
+
+    It takes the place of the chain's first linear. As in the model, the modules between its linears are no-ops and the
+    last linear returns the result; `handing` is the chain of the copied model, which passes the result on.
 
     Args:
-        chain: frozen.
-        ops: how it is written.
-
-    What stood between its linears computes nothing, as in the model, and the last linear gives the result: `handing` is the copy's chain, which says what is handed on.
+        chain: a frozen chain.
+        ops: the cast and the GEMM.
     """
 
     input_scale: Tensor | None
@@ -126,11 +127,11 @@ class PlainChain(nn.Module):
                 _keep(self, f"{role}_{index}", None if tensor is None else tensor.clone())
 
     def _spec_of(self, index: int) -> Spec:
-        """Of what goes into a layer."""
+        """Return the Spec of a layer's input."""
         return self.spec if index == 0 else STATIC_SPEC
 
     def forward(self, input: Tensor) -> Tensor:
-        """x [..., K] -> y [..., N] in the input's type."""
+        """Return y [..., N] of x [..., K], in the input's dtype."""
         dtype, last = input.dtype, len(self.links) - 1
         a = self.ops.quantize(input.reshape(-1, self.in_features), self.spec, _number(self.input_scale))
         y = input
@@ -142,15 +143,14 @@ class PlainChain(nn.Module):
         return y if self.handing is None else self.handing.begin(y)
 
     def _run(self, a: Any, index: int, dtype: torch.dtype) -> Tensor:
-        """One layer up to its activation; in float32, but for a last product with nothing behind it."""
+        """Run one layer with its norm and activation, in float32 except for a plain last layer."""
         link, bias, weight = self.links[index], getattr(self, f"bias_{index}"), self.weights.get(index)
         if link.plain and index == len(self.links) - 1:
             p = self.ops.multiply(a, weight, dtype, fast_accum=self.fast_accum)
             return p if bias is None else p + bias.to(dtype)
-        # In float32, as in the law: rounded to bf16 before it is cast to FP8, a DLRM's product costs its result half of what FP8 itself does.
-        p = self.ops.multiply(
-            a, weight, torch.float32, fast_accum=True
-        )  # as the fused kernels do, whatever the chain says
+        # In float32, like the reference: rounding a DLRM's GEMM to bf16 before the cast to FP8 adds half as much error
+        # to its result as FP8 itself. fast_accum like the fused kernels, whatever the chain says.
+        p = self.ops.multiply(a, weight, torch.float32, fast_accum=True)
         p = p if bias is None else p + bias.float()
         if link.norm == "none":
             return activate(p, link.activation, link.slope)
@@ -169,18 +169,18 @@ def _normed(p: Tensor, norm: str, activation: str, weight: Tensor | None, bias: 
 
 
 def write_out(model: nn.Module, ops: Ops, dtype: torch.dtype) -> tuple[nn.Module, dict[str, str]]:
-    """A copy of a model whose converted modules are plain; it shares all other tensors with the model.
+    """Copy a model with its converted modules replaced by plain ones. The copy shares all other tensors with the model.
 
     Args:
-        model: frozen; not changed.
-        ops: how casts and products are written.
-        dtype: the type it computes in.
+        model: a frozen model; not changed.
+        ops: the cast and the GEMM.
+        dtype: dtype the model computes in.
 
     Returns:
-        The copy, and what runs in low precision there by name.
+        The copy, and name -> what runs in low precision there.
 
     Raises:
-        ValueError: what cannot be written out, each by name with the reason.
+        ValueError: some modules cannot be exported; the message names each with the reason.
     """
     plain: dict[int, nn.Module] = {}
     written: dict[str, str] = {}
@@ -201,7 +201,7 @@ def write_out(model: nn.Module, ops: Ops, dtype: torch.dtype) -> tuple[nn.Module
 
 
 def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems: list[str]) -> nn.Module | None:
-    """What stands for a module; None for one that stays."""
+    """Return the replacement of a module, or None if it stays."""
     chain = chain_of(module)
     if chain is not None:
         if module is not chain.linears[0]:
@@ -221,7 +221,7 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
     if not isinstance(module, Linear):
         return None
     bound = module.binding.fprop
-    if bound is None:  # only its gradients run in low precision
+    if bound is None:  # only its gradient GEMMs run in low precision
         return module.restored()
     spec, scale = bound.a, None
     if spec.mode != "dynamic":
@@ -259,7 +259,7 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _exchange(model: nn.Module, twin: nn.Module, plain: dict[int, nn.Module]) -> None:
-    """Put the plain modules where the model has converted ones, under every name they have."""
+    """Replace the converted modules of the copy by the plain ones, under every name they have."""
     copies = dict(twin.named_modules(remove_duplicate=False))
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) in plain:

@@ -1,11 +1,13 @@
-"""A model's arguments as named tensors in a fixed order.
+"""Flatten a model's arguments to named tensors in a fixed order.
 
-A package knows tensors and nothing else: no dataclass of ours, no nested dictionaries. So the example is taken apart, `Batch(dense, sequences={"basket": Jagged})` into
-"dense", "sequences.basket.values", ..., and a module around the model puts the arguments together again from the tensors it is given. What is no tensor is a constant.
+A package takes tensors only, no dataclasses or nested dictionaries. So the example is flattened, `Batch(dense,
+sequences={"basket": Jagged})` to "dense", "sequences.basket.values", ..., and a module around the model rebuilds the
+arguments from the tensors of a call. Values that are not tensors become constants.
 
-Tensors are contiguous, however they lie in the example: a package reads the tensors of a call as its example lay, and nobody checks.
+Tensors are made contiguous: a package assumes the strides of its example for every call, without a check.
 
-Tensors that the model never reads (labels) are no inputs. They are made again from a tensor of as many rows, since the object they belong to may check its sizes.
+Tensors that the model never reads (labels) are not inputs. They are replaced by zeros with as many rows as some input,
+because the object they belong to may check its sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,24 +28,24 @@ Rebuild = Callable[[Mapping[str, Tensor]], Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """An example taken apart."""
+    """A flattened example."""
 
     tensors: dict[str, Tensor]  # by name, in the order of a call
-    rebuild: Rebuild  # what the model is called with, from such tensors
+    rebuild: Rebuild  # makes the arguments of the model from such tensors
 
 
 def take_apart(example: Any, parameters: Sequence[str] = ()) -> Arguments:
-    """Name the tensors of an example.
+    """Flatten an example to named tensors.
 
     Args:
         example: a tuple is *args, a dict **kwargs, an `Example` both, anything else one argument.
-        parameters: what the model's forward calls its arguments; one without a name is `input_0`, `input_1`, ...
+        parameters: names of the arguments of the model's forward; further ones are `input_0`, `input_1`, ...
 
     Returns:
-        The tensors by name, and how the example is made again.
+        The tensors by name, and a function that rebuilds the example.
 
     Raises:
-        ValueError: there is no tensor in it.
+        ValueError: the example has no tensor.
     """
     found: dict[str, Tensor] = {}
     if isinstance(example, Example) and len(example.args) == 1 and not example.kwargs and not isinstance(example.args[0], (tuple, dict)):  # fmt: skip
@@ -65,10 +67,10 @@ def take_apart(example: Any, parameters: Sequence[str] = ()) -> Arguments:
 
 
 def _visit(value: Any, name: str, found: dict[str, Tensor]) -> Rebuild:
-    """Put the tensors of a value under their names; returns how the value is made again."""
+    """Add the tensors of a value to `found` by name; return a function that rebuilds the value."""
     if isinstance(value, Tensor):
         whole = _whole(value)
-        # torch.export takes one tensor in two places for one input, and then nobody would read the other
+        # torch.export would treat one tensor in two places as one input, and the other would seem unread
         found[name] = whole.clone() if any(whole is other for other in found.values()) else whole
         return lambda tensors: tensors[name]
     inner = f"{name}." if name else ""
@@ -88,7 +90,7 @@ def _visit(value: Any, name: str, found: dict[str, Tensor]) -> Rebuild:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Without gaps, and a view of nothing: compiled code has the strides of its example in it and does not look at those of a call."""
+    """Return a contiguous tensor that is not a view: compiled code assumes the strides of its example in every call."""
     if tensor.layout != torch.strided:
         return tensor
     return tensor.detach().clone(memory_format=torch.contiguous_format) if tensor._is_view() or not tensor.is_contiguous() else tensor  # fmt: skip
@@ -103,24 +105,23 @@ def _name(index: int, parameters: Sequence[str]) -> str:
 
 
 def name_parameters(model: nn.Module) -> list[str]:
-    """What the forward of a model calls its positional arguments, up to the first that has no name of its own (*args)."""
+    """Return the names of the positional arguments of a model's forward, up to *args."""
     try:
-        own = vars(model).get("forward")  # assigned to this very model
-        parameters = list(signature(unmixed(type(model)).forward if own is None else own).parameters.values())[
-            own is None :
-        ]  # without self
+        own = vars(model).get("forward")  # assigned to the instance, hence without self
+        forward = unmixed(type(model)).forward if own is None else own
+        parameters = list(signature(forward).parameters.values())[own is None :]
     except (TypeError, ValueError):  # not written in Python
         return []
     return [p.name for p in takewhile(lambda p: p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD), parameters)]
 
 
 class Flat(nn.Module):
-    """A model that is called with tensors in a fixed order.
+    """A wrapper that calls a model with tensors in a fixed order.
 
     Args:
         model: the model.
-        arguments: an example of its call.
-        inputs: names of the tensors that are given; the others are made from one of as many rows.
+        arguments: a flattened example of its call.
+        inputs: names of the tensors of a call; the others are zeros with as many rows as one of these.
     """
 
     def __init__(self, model: nn.Module, arguments: Arguments, inputs: Sequence[str]) -> None:
@@ -134,7 +135,7 @@ class Flat(nn.Module):
         }
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The model's results as a flat tuple."""
+        """Return the model's results as a flat tuple."""
         given = dict(zip(self.inputs, tensors, strict=True))
         for name, (like, rest, dtype) in self._unread.items():
             given[name] = torch.zeros((given[like].shape[0], *rest), dtype=dtype, device=given[like].device)
@@ -142,18 +143,18 @@ class Flat(nn.Module):
 
 
 def _alike(tensor: Tensor, tensors: Mapping[str, Tensor], inputs: Sequence[str]) -> str:
-    """A tensor that is given and has as many rows."""
+    """Return the name of an input with as many rows."""
     return next(n for n in inputs if tensors[n].dim() and tensor.dim() and tensors[n].shape[0] == tensor.shape[0])
 
 
 def can_be_made(name: str, tensors: Mapping[str, Tensor], inputs: Sequence[str]) -> bool:
-    """Whether some input has as many rows as a tensor that is not read; otherwise it has to be given although nobody reads it."""
+    """Return True if an unread tensor has as many rows as some input; otherwise it must stay an input itself."""
     tensor = tensors[name]
     return any(tensors[n].dim() and tensor.dim() and tensors[n].shape[0] == tensor.shape[0] for n in inputs)
 
 
 def flatten_result(result: Any) -> list[Tensor]:
-    """Every tensor of a model's result, in order: of tuples, lists, dicts and dataclasses of them."""
+    """Return every tensor of a model's result in order, including those in tuples, lists, dicts and dataclasses."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, Mapping):
@@ -166,7 +167,7 @@ def flatten_result(result: Any) -> list[Tensor]:
 
 
 def name_results(result: Any, name: str = "") -> list[str]:
-    """The names of what `flatten_result` gives, in its order: keys and fields, numbers in a tuple, `output` for a tensor alone."""
+    """Return the names of the tensors of `flatten_result`: keys, fields, tuple indices; `output` for a lone tensor."""
     inner = f"{name}." if name else ""
     if isinstance(result, Tensor):
         return [name or "output"]

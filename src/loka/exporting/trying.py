@@ -1,4 +1,4 @@
-"""Try a package in a process of its own, which has torch and nothing of this library: what will run it is tried, and a package that ends its process does not end this one."""
+"""Run a package in its own process, which imports torch but not loka, as in production. It may crash without harm."""
 
 import os
 import shutil
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from loka.exporting.signature import flatten_result
 
-PATIENCE = 900.0  # seconds for one call, the start of the process included: a package that takes longer hangs
-# Every line that comes in names a file of inputs; the results go into a file beside it. Whatever else writes to stdout writes to stderr, so that it is not taken for an answer.
+PATIENCE = 900.0  # seconds for one call, including the start of the process; a package that takes longer hangs
+# Every line on stdin names a file of inputs; the results go to a file next to it. Anything else written to stdout goes
+# to stderr, so that it is not taken for an answer.
 _CHILD = """
 import faulthandler, os, sys
 answers = os.fdopen(os.dup(1), "w")
@@ -33,11 +34,11 @@ for line in sys.stdin:
 
 
 class Tried:
-    """A package that runs elsewhere, until it is closed.
+    """A package that runs in another process, until it is closed.
 
     Args:
-        path: the package. Inputs and results are written beside it.
-        device: where its weights go, which is where its inputs must be.
+        path: the package. Inputs and results are written next to it.
+        device: device of its weights and inputs.
 
     Example:
         >>> with contextlib.closing(Tried(Path("ranker.pt2"), torch.device("cpu"))) as run:
@@ -48,7 +49,7 @@ class Tried:
         self.path, self.calls, self.late = path, 0, False
         self.said = (path.parent / "said.txt").open("w+")
         index = device.index if device.type == "cuda" and device.index is not None else -1
-        # it runs in another folder and must find the same torch as we did, wherever that is
+        # it runs in another folder and must find the same torch as this process
         found = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
         self.child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(path), str(index)], env={**os.environ, "PYTHONPATH": found},
@@ -56,16 +57,16 @@ class Tried:
         )  # fmt: skip
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The results, flat.
+        """Run the package.
 
         Args:
             tensors: the package's inputs.
 
         Returns:
-            Its tensors.
+            The results, flattened.
 
         Raises:
-            ValueError: the process ended, or the package raised; the message has its last words.
+            ValueError: the process ended, or the package raised; the message has its last line of output.
         """
         assert self.child.stdin is not None
         assert self.child.stdout is not None
@@ -76,7 +77,7 @@ class Tried:
             self.child.stdin.write(f"{given}\n")
             self.child.stdin.flush()
         except BrokenPipeError:
-            pass  # it ended before; the next line says why
+            pass  # the process has ended; reported below
         end = threading.Timer(PATIENCE, self._give_up)
         end.daemon = True
         end.start()
@@ -100,10 +101,10 @@ class Tried:
         words = [line.strip() for line in self.said if line.strip()]
         where = next((line for line in words if line.startswith("File ")), "")
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        last = where if code < 0 else (words[-1] if words else "without a word")
+        last = where if code < 0 else (words[-1] if words else "no output")
         hint = "format='onnx', or another version of torch"
         if code < 0 and has_own_libstdcxx(self.path):
-            hint = f"its code was linked with a copy of libstdc++ of its own, which does not live beside torch's, by {find_compiler()}: set CXX to a compiler that links libstdc++.so, e.g. CXX=/usr/bin/g++"
+            hint = f"its code was linked by {find_compiler()} with its own copy of libstdc++, which conflicts with torch's: set CXX to a compiler that links libstdc++.so, e.g. CXX=/usr/bin/g++"
         return f"the package does not run under torch {torch.__version__}: a process that tried it {ended} ({last}); nothing was written; hint: {hint}"
 
     def close(self) -> None:
@@ -114,13 +115,15 @@ class Tried:
 
 
 def has_own_libstdcxx(path: Path) -> bool:
-    """Whether the machine code in a package is GNU C++ that does not ask for libstdc++.so: then a second copy of that library is in it, and torch's `std::regex` on loading ends the process.
+    """Return True if a package contains a static copy of libstdc++: GNU C++ code that does not link libstdc++.so.
+
+    Next to torch's own copy, torch's use of `std::regex` on loading then crashes the process.
 
     Args:
         path: the package.
 
     Returns:
-        True only where that can be read off the file.
+        True only if the file shows it.
     """
     if not zipfile.is_zipfile(path):
         return False
@@ -130,11 +133,7 @@ def has_own_libstdcxx(path: Path) -> bool:
 
 
 def find_compiler() -> str:
-    """The C++ compiler that Inductor takes.
-
-    Returns:
-        Its path, or the name that was looked for.
-    """
+    """Return the path of the C++ compiler that Inductor uses, or its name if it is not found."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     name = str(get_cpp_compiler())
@@ -142,7 +141,7 @@ def find_compiler() -> str:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Without the rest of the memory it is a view of, which would be written too; with its strides, which a package reads its inputs by."""
+    """Drop the rest of the storage that a tensor is a view of, which would be saved too, but keep its strides."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         copy = tensor.clone()

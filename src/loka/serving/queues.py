@@ -48,7 +48,19 @@ class Policy:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A request in the scheduler. `job` belongs to the caller."""
+    """A request in the scheduler.
+
+    Args:
+        job: the caller's object.
+        units: its size in a batch.
+        context: its context bucket.
+        arrived, deadline: times on the caller's clock.
+        number: order of arrival.
+
+    Example:
+        >>> Entry("job", units=1, context=16, arrived=0.0, deadline=0.05, number=1).order
+        (0.05, 1)
+    """
 
     job: Any
     units: int
@@ -67,15 +79,35 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shed:
-    """A request that was not admitted: the reason, and after how many seconds to retry."""
+    """A request that was not admitted.
 
-    reason: str  # "late": it would miss its deadline; "others": it would make others miss theirs; "queue": no room
+    Args:
+        reason: "late": it would miss its deadline; "others": it would make others miss theirs; "queue": no room.
+        retry_after: seconds after which to retry.
+
+    Example:
+        >>> Shed("queue", 0.5).reason
+        'queue'
+    """
+
+    reason: str
     retry_after: float
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that run together in one bucket."""
+    """Requests that run together in one bucket.
+
+    Args:
+        bucket: the shape they run in.
+        entries: the requests.
+        started: time at which the batch started.
+        expected: planned duration, in seconds.
+
+    Example:
+        >>> Batch(Bucket(4, 16), [], started=0.0, expected=0.01).units
+        0
+    """
 
     bucket: Bucket
     entries: list[Entry]

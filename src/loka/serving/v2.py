@@ -105,7 +105,7 @@ def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:
             raise FieldError(f"{path}.data", f"{array.size} values for shape {one.shape}")
         out[one.name] = array.reshape(one.shape)
     if len(rest):
-        raise FieldError("$.inputs", f"{len(rest)} bytes behind the last tensor")
+        raise FieldError("$.inputs", f"{len(rest)} bytes after the last tensor")
     return out
 
 
