@@ -18,8 +18,7 @@ import torch
 from loka.formats import QTensor, Spec
 from loka.kernels.backend import Backend, UnsupportedError, Verdict
 
-# In the order in which `auto` tries them. Dispatch passes a measured preference; the order decides where nothing was
-# measured.
+# In the order in which `auto` tries them if nothing was measured; dispatch passes a measured preference.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "quantize": ("triton", "compiled", "reference"),
     "norm_quantize": ("triton", "reference"),

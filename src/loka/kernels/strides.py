@@ -1,7 +1,6 @@
 """Strides and alignment that kernels require: unit stride along a dimension, rows that start at multiples of 16 bytes.
 
-Also integer helpers on the host: Triton's own `cdiv` and `next_power_of_2` take 2 us for a division outside of a
-kernel.
+Also integer helpers: Triton's own functions take 2 us for a division outside of a kernel.
 """
 
 import torch

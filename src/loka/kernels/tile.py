@@ -223,10 +223,7 @@ def _reciprocal(x, PREROUND: tl.constexpr):
 
 @triton.jit
 def sigmoid(z, PREROUND: tl.constexpr):
-    """Return 1 / (1 + e^-z), with two special-function instructions.
-
-    Triton's own sigmoid divides exactly, which costs more than the rest of a norm.
-    """
+    """Return 1 / (1 + e^-z). Triton's own sigmoid divides exactly, which costs more than the rest of a norm."""
     return _reciprocal(1.0 + tl.exp2(z * -1.4426950408889634), PREROUND)
 
 
@@ -282,10 +279,7 @@ def activate(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE: tl.cons
 
 @triton.jit
 def activation_slope(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE: tl.constexpr = 0.01):
-    """Return d activate(z) / dz.
-
-    Kinks follow torch: relu'(0) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1, leaky_relu'(0) = SLOPE.
-    """
+    """d activate(z) / dz. Like torch: relu'(0) = hard_swish'(-3) = 0, hard_swish'(3) = 1, leaky_relu'(0) = SLOPE."""
     if ACTIVATION == 1:
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == 2:

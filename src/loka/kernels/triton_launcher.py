@@ -40,9 +40,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _CACHE_LIMIT = 4096  # entries of each cache below, which is cleared when it is full
 _runtime, _driver = triton.knobs.runtime, triton.runtime.driver
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_other_fields = attrgetter(
-    *(field.name for field in fields(TensorDescriptor)[4:])
-)  # padding, and fields that later versions add
+# padding, and fields that later versions add
+_other_fields = attrgetter(*(field.name for field in fields(TensorDescriptor)[4:]))
 
 
 def quick(kernel: Any) -> Any:

@@ -12,8 +12,7 @@ from loka.kernels.activation import check_activation
 
 NORM_BLOCK = 256
 NORM_EPS = 1e-6
-# After BlockNorm the mean square of a block is 1, so no value exceeds sqrt(256) = 16, and a static scale of 1/16
-# (largest value 28) cannot saturate.
+# A block's mean square is 1 after BlockNorm, so |z| <= sqrt(256) = 16: a scale of 1/16 (up to 28) cannot saturate.
 NORMALIZED = Spec.parse("e4m3:tensor:static")
 NORMALIZED_SCALE = 1 / 16
 

@@ -35,8 +35,7 @@ _KEPT_BYTES = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 1, "bf16": 2}
 _RESERVED = 2048  # bytes of shared memory for barriers and reductions
 _SPLITS = (2, 3, 4, 6, 8, 16)
 
-# Fitted to an H200 (benchmarks/fused_linear_sweep.py), in microseconds on one multiprocessor; within 10 % of the
-# measured times.
+# Fitted to an H200 within 10 % (benchmarks/fused_linear_sweep.py), in microseconds on one multiprocessor.
 _MULTIPLY = 1 / 6.1e6  # per FP8 multiply-add
 _RATE, _RATE_IN_FLIGHT = 60e3, 0.24  # L2 bytes per microsecond with little in flight, and the gain per byte in flight
 _RATE_ASTRIDE = 62e3  # the same if rows start within sectors

@@ -157,9 +157,8 @@ def _wrap_kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -
         return QTensor(z, scale, y.spec)
     if form == "y":
         assert y is not None
-        return (
-            y if scale is None or scale is y.scale else QTensor(y.data, scale, y.spec)
-        )  # the scale without dropout's factor
+        # the given scale is without dropout's factor
+        return y if scale is None or scale is y.scale else QTensor(y.data, scale, y.spec)
     return z if form == "bf16" else None
 
 

@@ -25,7 +25,7 @@ from loka.kernels.fused_linear.triton_kernels import (
     number_at,
     raise_amax,
 )
-from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
+from loka.kernels.scaled_mm.triton_kernels import tma_ready
 from loka.kernels.strides import cdiv
 from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
 from loka.kernels.triton_launcher import describe, quick
@@ -162,6 +162,3 @@ def dgrad(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return {"g": q, "g_t": q_t, "bias": sums}
-
-
-__all__ = ["SCALAR", "dgrad"]

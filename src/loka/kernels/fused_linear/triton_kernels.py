@@ -22,7 +22,7 @@ from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
 from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, stored_width
 from loka.kernels.quantize.triton_kernels import block_scales
-from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, scale_strides, tma_ready
+from loka.kernels.scaled_mm.triton_kernels import GROUPED, scale_strides, tma_ready
 from loka.kernels.strides import cdiv, empty_rows
 from loka.kernels.tile import (
     INTERPRETED,
@@ -393,6 +393,3 @@ def fused(
             bm, bn, FINISH_ROWS, group, split, wide < bn, *form, *rest, num_warps=4,
         )  # fmt: skip
     return {"y": y, "y_scale": y_scale, "y_t": y_t, "yt_scale": yt_scale, "z": z, "rstd": rstd}
-
-
-__all__ = ["GROUPED", "KEEP_TYPES", "OUT_16BIT", "OUT_GROUPED", "OUT_STATIC", "SCALAR", "fused"]

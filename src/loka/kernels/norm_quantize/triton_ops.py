@@ -108,5 +108,5 @@ def norm_gradient_both(
 @fake_of(norm_gradient_both)
 def _(dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm, activation, dtype, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]
     m, k = dy.shape
-    turned = kernels.aligned(k, m, dtype, dy.device)
-    return kernels.aligned(m, k, dtype, dy.device), turned, *_fake_parameters(dy, weight, bias)
+    dx_t = kernels.aligned(k, m, dtype, dy.device)
+    return kernels.aligned(m, k, dtype, dy.device), dx_t, *_fake_parameters(dy, weight, bias)

@@ -515,10 +515,10 @@ def transpose(x: Tensor) -> Tensor:
     """Return one-byte data [M, K] as [K, M], contiguous along M."""
     m, k = x.shape
     x = unit_rows(x)
-    turned, words = empty_words(k, m, x.dtype, x.device)
+    x_t, words = empty_words(k, m, x.dtype, x.device)
     if m and k:
         _turn[(cdiv(m, GROUP) * cdiv(k, GROUP),)](
             x.view(torch.uint8), words, m, k, x.stride(0), words.shape[1],
             GROUP, GROUP, alignment(x), num_warps=4,
         )  # fmt: skip
-    return turned
+    return x_t

@@ -82,10 +82,7 @@ def share_scale(spec: Spec, transpose: Spec) -> bool:
 
 
 def _rows_come_first(x: Tensor, want: _Wanted, want_t: _Wanted) -> bool:
-    """Return True if two passes suffice, without one for the amax: rows, then the transpose.
-
-    If the transpose needs the amax of its rows (columns of x), the first pass collects them.
-    """
+    """Return True if two passes suffice: rows, with column maxima if the transpose needs them, then the transpose."""
     return want.rows and not want_t.whole and not (want_t.rows and x.shape[1] > kernels.WIDEST_ROW)
 
 
@@ -124,10 +121,10 @@ def _made_scale(scale: Tensor, shape: tuple[int, ...], want: _Wanted) -> Tensor 
 @fake_of(quantize)
 def _(x, spec, scale, transpose, transpose_scale, seed):  # type: ignore[no-untyped-def]
     plain = _fake(x, x.shape, Spec.parse(spec)) if spec else _nothing(x)
-    turned = _fake(x, (x.shape[1], x.shape[0]), Spec.parse(transpose)) if transpose else _nothing(x)
+    transposed = _fake(x, (x.shape[1], x.shape[0]), Spec.parse(transpose)) if transpose else _nothing(x)
     if spec and transpose and share_scale(Spec.parse(spec), Spec.parse(transpose)):
-        turned = turned[0], x.new_empty(0, dtype=torch.float32)
-    return *plain, *turned
+        transposed = transposed[0], x.new_empty(0, dtype=torch.float32)
+    return *plain, *transposed
 
 
 def _fake(x: Tensor, shape: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:

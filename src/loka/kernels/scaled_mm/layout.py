@@ -26,9 +26,7 @@ def aligned(data: Tensor, rows: int, cols: int) -> Tensor:
     missing_rows, missing_cols = rows - data.shape[0], cols - data.shape[1]
     if missing_rows or missing_cols:
         return F.pad(data.contiguous().view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(data.dtype)
-    if (
-        torch.compiler.is_compiling()
-    ):  # an offset cannot be traced, but a traced quantizer's output starts on a boundary
+    if torch.compiler.is_compiling():  # an offset cannot be traced; a traced quantizer's output starts on a boundary
         return data.contiguous()
     return data.clone() if data.is_contiguous() and data.storage_offset() % GRANULE else data.contiguous()
 

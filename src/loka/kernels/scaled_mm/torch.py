@@ -1,4 +1,4 @@
-"""PyTorch's own kernels, the op behind `torch.nn.functional.scaled_mm`: cuBLASLt, or CUTLASS for row scales without it.
+"""PyTorch's own kernels (`torch.nn.functional.scaled_mm`): cuBLASLt, and CUTLASS for row scales that cuBLASLt lacks.
 
     tensor x tensor, {row, tensor} x {row, tensor}     compute capability 8.9 and newer
     1x128 x 128x128, 128x128 x 1x128, 1x128 x 1x128    9.x only (cuBLASLt 12.9)
