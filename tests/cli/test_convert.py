@@ -118,7 +118,7 @@ def test_a_plan(tmp_path: Path) -> None:
     assert "2 of 2 linears converted" in text
     with pytest.raises(ValueError, match="--keep goes with --recipe"):
         run("--plan", tmp_path / "plan.json", "--keep", "0")
-    with pytest.raises(ValueError, match="neither beside it"):
+    with pytest.raises(ValueError, match="cannot be combined with a plan"):
         run("--plan", tmp_path / "plan.json", "--scales", "delayed")
 
 

@@ -195,7 +195,7 @@ def test_modules_answer_padding_with_zeros_and_do_not_read_it():
     assert "CUDA" in plain.refusals["triton"]
     with pytest.raises(UnsupportedError, match="'triton' cannot run"):
         DotProductAttention(backend="triton")(q, k, k, everything)
-    with pytest.raises(ValueError, match="give a mask"):
+    with pytest.raises(ValueError, match="needs a mask of keys"):
         plain(q, k, k, wanted=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="no backend 'cudnn'; backends are auto, triton, torch, reference"):
         DotProductAttention(backend="cudnn")

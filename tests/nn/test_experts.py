@@ -81,7 +81,7 @@ def test_small_updates_survive_a_cast_to_bf16():
         moe.load.copy_(torch.tensor([3, 1]))
         moe.update_balance(1e-3)
     assert moe.balance.tolist() == [-1_000_000, 1_000_000]
-    with pytest.raises(ValueError, match="smallest is 1e-06"):
+    with pytest.raises(ValueError, match="expected at least 1e-06"):
         moe.update_balance(1e-9)
 
 

@@ -238,7 +238,7 @@ def test_every_kind_of_linear_has_a_defined_fate() -> None:
         "double": "float64",
         "attention.out_proj": "without calling it",
         "experts": "grouped GEMMs",
-        "lazy": "not initialised",
+        "lazy": "not initialized",
     }
     assert set(summary.kept) == set(why)
     for name, words in why.items():
