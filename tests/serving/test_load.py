@@ -79,7 +79,7 @@ def test_the_record_counts_what_was_good_late_shed_and_broken(tmp_path: Path) ->
     assert load(tmp_path / "load.json", LoadTest) == found
     page = render(Results.load(tmp_path))
     assert "Under load" in page
-    assert "<h1>m: 1 answers a second within 100 ms, of 4 asked for</h1>" in page
+    assert "<h1>m: 1 answers a second within 100 ms, of 4 requested</h1>" in page
     assert "chart-load-0" in page
 
 
