@@ -154,5 +154,5 @@ def test_fractions_of_nothing_are_zero() -> None:
 def test_fractions_refuse_another_tensor() -> None:
     q = quantize(torch.ones(2, 4), Spec.parse("e4m3:row"))
     for fraction in (saturated_fraction, underflowed_fraction):
-        with pytest.raises(ValueError, match=r"x of shape \(4,\) is not what was quantised: \(2, 4\)"):
+        with pytest.raises(ValueError, match=r"x of shape \(4,\) is not what was quantized: \(2, 4\)"):
             fraction(torch.ones(4), q)

@@ -403,13 +403,13 @@ class TestQTensor:
 
     def test_wrong_scale_type(self) -> None:
         with pytest.raises(
-            ValueError, match=r"scale must be float32 on cpu, beside its data; got torch.float64 on cpu"
+            ValueError, match=r"scale must be float32 on cpu, where data is; got torch.float64 on cpu"
         ):
             QTensor(torch.zeros(2, 3, dtype=torch.int8), torch.ones(2, 1, dtype=torch.float64), Spec.parse("int8:row"))
 
     def test_wrong_device(self) -> None:
         with pytest.raises(
-            ValueError, match=r"scale must be float32 on cpu, beside its data; got torch.float32 on meta"
+            ValueError, match=r"scale must be float32 on cpu, where data is; got torch.float32 on meta"
         ):
             QTensor(torch.zeros(2, 3, dtype=torch.int8), torch.ones(2, 1, device="meta"), Spec.parse("int8:row"))
 
@@ -420,7 +420,7 @@ class TestQTensor:
             QTensor(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1), Spec.parse(text), outer)
 
     def test_a_tensor_scale_is_one_number(self) -> None:
-        with pytest.raises(ValueError, match=r"tensor_scale is one number, got shape \(1,\)"):
+        with pytest.raises(ValueError, match=r"tensor_scale must be a scalar, got shape \(1,\)"):
             QTensor(
                 torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1), Spec.parse("e2m1:1x16:e4m3"), torch.ones(1)
             )

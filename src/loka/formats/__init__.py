@@ -1,4 +1,4 @@
-"""formats: numbers. Formats, scaling granularity, Spec, QTensor, quantise and dequantise, error metrics. Plain torch, bit-exact, any device."""
+"""formats: number formats, Specs, QTensor, quantization and error metrics, in plain torch; bit-exact on any device."""
 
 from loka.formats.error import cosine, left_in_sum, mere, relative_l2, saturated_fraction, sqnr, underflowed_fraction
 from loka.formats.format import E2M1, E4M3, E5M2, FORMATS, INT4, INT8, Format, decode, encode, round_to

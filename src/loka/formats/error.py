@@ -1,13 +1,13 @@
-"""How far a low-precision result is from its reference.
+"""Error metrics of a low-precision result compared with its reference.
 
     mere          mean( |out - ref| / max(|ref|, 0.01 rms(ref)) )     guarded mean element-wise relative error
     relative_l2   ||out - ref|| / ||ref||
     sqnr          -20 log10(relative_l2)  in dB
     cosine        <out, ref> / (||out|| ||ref||)
 
-The guard matters: for outputs near a Gaussian the unguarded mean is infinite, and its sample value grows with the sample. Everything is
-accumulated in float64, after dividing both by one power of two, so that no square overflows. NaN in, NaN out; an empty tensor has no
-error (0); a zero reference with a non-zero result has an infinite one.
+The guard matters: for nearly Gaussian outputs the unguarded mean is infinite, and its estimate grows with the sample.
+Everything is accumulated in float64, after dividing both tensors by the same power of two, so that no square overflows.
+NaN in, NaN out; an empty tensor has an error of 0; a zero reference with a non-zero result has an infinite one.
 """
 
 import math
@@ -18,25 +18,26 @@ from torch import Tensor
 from loka.formats.format import decode
 from loka.formats.quantize import QTensor, expand_scale
 
-MERE_GUARD = 0.01  # share of rms(ref) below which a reference element counts as that share
+MERE_GUARD = 0.01  # smallest denominator, as a share of rms(ref)
 
 
-def _pair(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    """Check shapes and return both in float64, divided by the same power of two."""
     if out.shape != ref.shape:
         raise ValueError(f"result and reference differ in shape: {tuple(out.shape)} and {tuple(ref.shape)}")
     out, ref = out.detach().double(), ref.detach().double()
     peak = max((float(t.abs().nan_to_num(0.0, 0.0, 0.0).amax()) for t in (ref, out) if t.numel()), default=0.0)
-    unit = math.ldexp(1.0, math.frexp(peak)[1] - 1) if peak else 1.0  # an exact division: no metric changes
+    unit = math.ldexp(1.0, math.frexp(peak)[1] - 1) if peak else 1.0  # exact, so no metric changes
     return out / unit, ref / unit
 
 
 def mere(out: Tensor, ref: Tensor, *, guard: float = MERE_GUARD) -> float:
-    """Guarded mean element-wise relative error.
+    """Compute the guarded mean element-wise relative error.
 
     Args:
         out: the result.
-        ref: what it should be.
-        guard: share of the rms that a denominator is at least; 0 is the unguarded mean.
+        ref: the reference.
+        guard: smallest denominator, as a share of rms(ref); 0 gives the unguarded mean.
 
     Returns:
         The mean.
@@ -47,7 +48,7 @@ def mere(out: Tensor, ref: Tensor, *, guard: float = MERE_GUARD) -> float:
     """
     if not guard >= 0:
         raise ValueError(f"guard is a share of rms(ref), 0 or more, got {guard}")
-    out, ref = _pair(out, ref)
+    out, ref = _normalize(out, ref)
     if ref.numel() == 0:
         return 0.0
     error = (out - ref).abs()
@@ -57,11 +58,11 @@ def mere(out: Tensor, ref: Tensor, *, guard: float = MERE_GUARD) -> float:
 
 
 def relative_l2(out: Tensor, ref: Tensor) -> float:
-    """Norm of the error over the norm of the reference.
+    """Compute the norm of the error over the norm of the reference.
 
     Args:
         out: the result.
-        ref: what it should be.
+        ref: the reference.
 
     Returns:
         The ratio.
@@ -70,7 +71,7 @@ def relative_l2(out: Tensor, ref: Tensor) -> float:
         >>> relative_l2(torch.ones(4), torch.ones(4))
         0.0
     """
-    out, ref = _pair(out, ref)
+    out, ref = _normalize(out, ref)
     error, norm = float((out - ref).norm()), float(ref.norm())
     if norm == 0:
         return 0.0 if error == 0 else (math.nan if math.isnan(error) else math.inf)
@@ -78,11 +79,11 @@ def relative_l2(out: Tensor, ref: Tensor) -> float:
 
 
 def sqnr(out: Tensor, ref: Tensor) -> float:
-    """Signal to quantisation noise, in dB.
+    """Compute the signal-to-quantization-noise ratio in dB.
 
     Args:
         out: the result.
-        ref: what it should be.
+        ref: the reference.
 
     Returns:
         Decibels; infinite for an exact result.
@@ -100,11 +101,11 @@ def sqnr(out: Tensor, ref: Tensor) -> float:
 
 
 def cosine(out: Tensor, ref: Tensor) -> float:
-    """Cosine of the angle between result and reference.
+    """Compute the cosine of the angle between result and reference.
 
     Args:
         out: the result.
-        ref: what it should be.
+        ref: the reference.
 
     Returns:
         The cosine; 1 when both are zero.
@@ -113,20 +114,20 @@ def cosine(out: Tensor, ref: Tensor) -> float:
         >>> cosine(torch.zeros(4), torch.zeros(4))
         1.0
     """
-    out, ref = _pair(out, ref)
+    out, ref = _normalize(out, ref)
     norms = float(out.norm() * ref.norm())
     if norms == 0:
         return 1.0 if bool((out == ref).all()) else 0.0
     value = float((out * ref).sum() / norms)
-    return value if math.isnan(value) else min(max(value, -1.0), 1.0)  # rounding may put it a last bit outside
+    return value if math.isnan(value) else min(max(value, -1.0), 1.0)  # rounding may put it just outside
 
 
 def saturated_fraction(x: Tensor, q: QTensor) -> float:
-    """Share of the finite elements that were clipped: beyond the largest value their block can hold.
+    """Compute the share of finite elements that were clipped to the largest value of their block.
 
     Args:
         x: the tensor.
-        q: the same, quantised.
+        q: the same tensor, quantized.
 
     Returns:
         The share.
@@ -142,11 +143,11 @@ def saturated_fraction(x: Tensor, q: QTensor) -> float:
 
 
 def underflowed_fraction(x: Tensor, q: QTensor) -> float:
-    """Share of the finite non-zero elements that became zero.
+    """Compute the share of finite non-zero elements that became zero.
 
     Args:
         x: the tensor.
-        q: the same, quantised.
+        q: the same tensor, quantized.
 
     Returns:
         The share.
@@ -161,7 +162,7 @@ def underflowed_fraction(x: Tensor, q: QTensor) -> float:
 
 def _same_shape(x: Tensor, q: QTensor) -> Tensor:
     if x.shape != q.shape:
-        raise ValueError(f"x of shape {tuple(x.shape)} is not what was quantised: {tuple(q.shape)}")
+        raise ValueError(f"x of shape {tuple(x.shape)} is not what was quantized: {tuple(q.shape)}")
     return x.detach()
 
 
@@ -176,16 +177,17 @@ def _share(event: Tensor, of: Tensor) -> float:
 
 
 def left_in_sum(dy: Tensor) -> Tensor:
-    """How much of the gradients of all rows their sum has, which is what a bias would get: |sum dy|^2 / sum |dy|^2.
+    """Compute |sum dy|^2 / sum |dy|^2 over all rows. The sum over rows is the gradient of a bias.
 
-    About 1 where rows pull independently, more where they pull together. 0 behind a batch norm, whose backward takes the mean away: there, what the mean of an input
-    column adds to the weight gradient cancels in exact arithmetic, and its rounding does not.
+    About 1 if the gradients of rows are independent, more if they agree. 0 if the linear is followed by a batch norm,
+    whose backward removes the mean: there, the contribution of an input column's mean to the weight gradient cancels in
+    exact arithmetic, but its rounding error does not.
 
     Args:
         dy: gradient of a linear's output, all rows [..., N].
 
     Returns:
-        A number >= 0, without waiting for the device.
+        A scalar tensor >= 0, without a synchronization.
 
     Example:
         >>> left_in_sum(torch.tensor([[1.0], [-1.0]]))
@@ -193,6 +195,6 @@ def left_in_sum(dy: Tensor) -> Tensor:
     """
     rows = dy.reshape(-1, dy.shape[-1])
     power = torch.linalg.vector_norm(rows, dtype=torch.float32)
-    # norms first: squares of small gradients would leave float32's range
+    # norms first: squares of small gradients would underflow float32
     left: Tensor = torch.linalg.vector_norm(rows.sum(0, dtype=torch.float32)) / power.clamp(min=1e-38)
     return left.square()

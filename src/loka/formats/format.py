@@ -1,4 +1,4 @@
-"""Number formats: which values exist, and how a float32 is rounded onto them.
+"""Number formats: which values they have, and how a float32 is rounded to them.
 
 A floating format with e exponent bits, m mantissa bits and bias b holds the values
 
@@ -6,16 +6,16 @@ A floating format with e exponent bits, m mantissa bits and bias b holds the val
     (-1)^s * 2^(1 - b) * (M / 2^m)            subnormal, E == 0
 
 so the distance between neighbours around x, the quantum, is 2^(max(floor(log2 |x|), 1 - b) - m), and rounding is
-`round(x / quantum) * quantum`: exact in float32, since dividing by a power of two loses nothing. Integers are the same with a
-quantum of 1, symmetric (-127..127, -7..7): -128 has no counterpart and would bias a symmetric tensor.
+`round(x / quantum) * quantum`, which is exact in float32 because the quantum is a power of two. Integers have a quantum
+of 1 and are symmetric (-127..127, -7..7): -128 has no counterpart and would bias a symmetric tensor.
 
-Treatment of the special values, the same in every kernel of this library:
+Special values are treated the same in every kernel of this library:
 
 * finite values beyond the largest saturate to it; they never become Inf or NaN;
-* non-finite values stay visible: NaN stays NaN, Inf stays Inf in E5M2 and becomes NaN in E4M3, which has no Inf. Formats without
-  NaN cannot show them in the data; `quantize` poisons the scale of their block instead.
+* non-finite values stay visible: NaN stays NaN, Inf stays Inf in E5M2 and becomes NaN in E4M3, which has no Inf.
+  Formats without NaN cannot hold them in the data; `quantize` sets the scale of their block to NaN instead.
 
-Formats torch has a dtype for are stored in it; the others are emulated: one code per byte (packing is a kernel's business).
+Formats that torch has a dtype for are stored in it; the others are emulated, with one unpacked code per byte.
 """
 
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ Rounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. Compare and print by name.
+    """A number format, compared and printed by name.
 
     Args:
         name: e4m3, e5m2, ...
         exponent_bits: 0 for an integer format.
-        mantissa_bits: behind the point.
+        mantissa_bits: explicit ones, without the leading 1.
         bias: of the exponent.
         max: largest finite magnitude.
-        dtype: what `encode` returns.
-        has_nan: whether it can say NaN.
-        has_inf: whether it can say infinity.
+        dtype: that `encode` returns.
+        has_nan: whether it has NaN.
+        has_inf: whether it has infinity.
 
     Example:
         >>> FORMATS["e4m3"].max
@@ -55,7 +55,7 @@ class Format:
     has_nan: bool
     has_inf: bool
 
-    def __eq__(self, other: object) -> bool:  # by name alone: a compiler traces every comparison, field by field
+    def __eq__(self, other: object) -> bool:  # by name only: torch.compile would trace the comparison of every field
         return isinstance(other, Format) and self.name == other.name
 
     def __hash__(self) -> int:
@@ -63,22 +63,22 @@ class Format:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the grid is uniform."""
+        """Return True if the grid is uniform."""
         return self.exponent_bits == 0
 
     @property
     def smallest_subnormal(self) -> float:
-        """Distance from zero to the next value; half of it is where values underflow to zero."""
+        """Return the smallest positive value; values up to half of it underflow to zero."""
         return 1.0 if self.is_integer else 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:
-        """Below this, relative precision degrades."""
+        """Return the magnitude below which relative precision degrades."""
         return 1.0 if self.is_integer else 2.0 ** (1 - self.bias)
 
     @property
     def bits(self) -> int:
-        """Width of one element in a packed layout."""
+        """Return the bits per element in a packed layout."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code & 7; bit 3 i
 
 
 def _quantum(magnitude: Tensor, format: Format) -> Tensor:
-    """Spacing of the format's grid around each magnitude (finite, float32)."""
+    """Return the spacing of the format's grid around each magnitude (finite, float32)."""
     if format.is_integer:
         return torch.ones_like(magnitude)
     exponent = torch.frexp(magnitude).exponent - 1  # floor(log2), also for float32 subnormals
@@ -105,7 +105,7 @@ def _quantum(magnitude: Tensor, format: Format) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent as float32, for -126 <= exponent <= 127. Exact on every device: torch.ldexp takes a pow, which need not be."""
+    """Return 2^exponent as float32, for -126 <= exponent <= 127. Exact on every device, unlike torch.ldexp's pow."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
@@ -117,17 +117,18 @@ def round_to(
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """Round float32 values onto the format's grid, saturating.
+    """Round float32 values to the format's grid, saturating.
 
-    `nearest` rounds ties to even. `stochastic` rounds up with a probability equal to the distance from the lower neighbour, in
-    quanta, to within 2^-24: the expectation is exact for values inside the range, and a value on the grid stays where it is.
+    `nearest` rounds ties to even. `stochastic` rounds up with a probability equal to the distance from the lower
+    neighbour in quanta, to within 2^-24: the expectation is exact inside the range, and values on the grid are kept.
 
     Args:
         x: float32.
         format: the grid.
         rounding: nearest or stochastic.
-        generator: what stochastic rounding draws from.
-        noise: uniform in [0, 1), replaces its draws where they must not depend on the order of calls (`loka.formats.philox`).
+        generator: of the random numbers for stochastic rounding.
+        noise: uniform in [0, 1), instead of `generator`, if the numbers must not depend on the order of calls
+            (`loka.formats.philox`).
 
     Returns:
         float32.
@@ -144,7 +145,7 @@ def round_to(
     if rounding == "stochastic":
         if noise is None:
             noise = torch.rand(steps.shape, dtype=torch.float32, device=x.device, generator=generator)
-        # not floor(steps + noise): that sum rounds, and would move values that are on the grid
+        # not floor(steps + noise): rounding of that sum would move values that are on the grid
         lower = torch.floor(steps)
         steps = lower + (noise < steps - lower).float()
     elif rounding == "nearest":
@@ -156,13 +157,13 @@ def round_to(
 
 
 def _require_float32(x: Tensor, function: str) -> None:
-    """Any other type would be rounded twice, once on the way to float32."""
+    """Refuse other dtypes: a conversion to float32 here would be a second rounding."""
     if x.dtype != torch.float32:
         raise ValueError(f"{function} takes float32, got {x.dtype}; hint: x.float()")
 
 
 def _non_finite(x: Tensor, format: Format) -> Tensor:
-    """What NaN and Inf become: themselves where the format can say so, NaN otherwise."""
+    """Return what NaN and Inf become: themselves if the format has Inf, else NaN."""
     return x if format.has_inf else torch.full_like(x, torch.nan)
 
 
@@ -174,7 +175,10 @@ def encode(
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """Round float32 values and store them in the format's dtype. In a format without NaN, non-finite values are stored as zero: the caller must poison the scale (`quantize` does).
+    """Round float32 values and store them in the format's dtype.
+
+    In a format without NaN, non-finite values are stored as zero; the caller must set their scale to NaN, as `quantize`
+    does.
 
     Args:
         x: float32.
@@ -191,7 +195,7 @@ def encode(
         torch.float8_e4m3fn
     """
     _require_float32(x, "encode")
-    if format in (E4M3, E5M2) and rounding == "nearest":  # torch's own cast, after saturation: the same bits, faster
+    if format in (E4M3, E5M2) and rounding == "nearest":  # torch's cast gives the same bits, faster
         clamped = x.clamp(-format.max, format.max)  # clamp keeps NaN
         return torch.where(x.abs() == torch.inf, _non_finite(x, format), clamped).to(format.dtype)
     values = round_to(x, format, rounding=rounding, generator=generator, noise=noise)
@@ -205,10 +209,10 @@ def encode(
 
 
 def decode(data: Tensor, format: Format) -> Tensor:
-    """Stored elements as float32. Of an E2M1 byte only the low four bits count.
+    """Convert stored elements to float32. Only the low four bits of an E2M1 byte are used.
 
     Args:
-        data: what `encode` returned.
+        data: as returned by `encode`.
         format: its format.
 
     Returns:

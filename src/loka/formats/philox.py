@@ -1,19 +1,23 @@
-"""Random numbers that are a function of what they round, (step, stream, row), by Philox4x32, not a generator's next draw.
+"""Random numbers for stochastic rounding as a function of (step, stream, row), by Philox4x32.
 
-A generator's draws depend on what was drawn before, so a run resumed elsewhere, or sharded otherwise, rounds otherwise. A counter-based generator has no past:
+The draws of an ordinary generator depend on earlier draws, so a run that is resumed or sharded differently would round
+differently. A counter-based generator has no state:
 
     bits(row, column) = philox(key = (seed, stream), counter = (column // 8, row)) + step x golden ratio, modulo 1
 
-so row 17 of table 3 gets the same numbers in step 1000 on one process, on four, and after a resume. Seven rounds: the least with which Philox4x32 passes
-BigCrush (Salmon et al., 2011); ten cost a fused update 40 % more arithmetic.
+so row 17 of table 3 gets the same numbers in step 1000 on one process, on four, and after a resume. Philox4x32 passes
+BigCrush with seven rounds or more (Salmon et al., 2011); ten would cost a fused update 40 % more arithmetic.
 
-From step to step an element's number moves on by the golden ratio instead of being drawn anew: each is uniform, and together they are spread more evenly than draws, so that what rounding adds
-to a row of many small updates wanders less: after 400 steps by 2.9 to 5.1 quanta instead of 4.0 to 6.8 for a row that occurs in every step, 2.8 to 3.6 instead of 3.1 to 3.8 for one in a
-third of them, and as much as before for one in thirty (int8 rows, simulated updates of falling size, against exact sums).
+From step to step an element's number advances by the golden ratio instead of being drawn anew. Each number is uniform,
+and together they are spread more evenly than independent draws, so the rounding error of a row with many small updates
+drifts less: after 400 steps by 2.9 to 5.1 quanta instead of 4.0 to 6.8 for a row that occurs in every step, 2.8 to 3.6
+instead of 3.1 to 3.8 for one in a third of them, and equally for one in thirty (int8 rows, simulated updates of falling
+size, compared with exact sums).
 
-One call gives 128 bits, sixteen for each of eight columns. Sixteen alone would lose updates below 2^-16 quanta, so the two columns that share a word lend each other seven more: each
-element's 23 bits (the mantissa of a float32) are uniform, and the lent ones decide a rounding in 1 of 65,536 cases. That is an eighth of a call for each element, and the same in the Triton kernels
-(`loka.kernels.embedding_update`), bit for bit.
+One call gives 128 bits, sixteen for each of eight columns. Sixteen alone would lose updates below 2^-16 quanta, so two
+columns that share a word also use seven of each other's bits: each element's 23 bits (the mantissa of a float32) are
+uniform, and the shared ones decide a rounding in 1 of 65,536 cases. This costs an eighth of a call per element. The
+Triton kernels (`loka.kernels.embedding_update`) compute the same bits.
 """
 
 from dataclasses import dataclass
@@ -30,11 +34,11 @@ GOLDEN = 5184445  # 2^23 over the golden ratio, odd
 
 @dataclass(frozen=True)
 class Draw:
-    """Which numbers to draw: all that is not the element's own place.
+    """Which random numbers to use, apart from the position of the element.
 
     Args:
-        step: of training; every step rounds anew.
-        stream: of the table or the collective, so that two tables do not round alike.
+        step: of training; every step has other numbers.
+        stream: of the table or the collective, so that two tables have different numbers.
         seed: of the run.
 
     Example:
@@ -56,11 +60,14 @@ class Draw:
 def philox(
     c0: Tensor, c1: Tensor, c2: Tensor, c3: int, key: tuple[int | Tensor, int | Tensor], *, rounds: int = ROUNDS
 ) -> list[Tensor]:
-    """Four words of 32 bits for each counter (c0, c1, c2, c3), as int64. Counters and keys are below 2^32; the others broadcast to c0."""
+    """Return four 32-bit words, as int64, for each counter (c0, c1, c2, c3).
+
+    Counters and keys are below 2^32; c1 and c2 are expanded to the shape of c0.
+    """
     k0, k1 = key
     words = [t.expand_as(c0) for t in (c0, c1, c2, torch.full_like(c0, c3))]
     for _ in range(rounds):
-        # modulo 2^64: the bits are right, the sign is not
+        # int64 products wrap modulo 2^64: the sign may be wrong, the bits are right
         first, second = (words[0] * _MULTIPLY[0], words[2] * _MULTIPLY[1])
         words = [
             ((second >> 32) & _WORD) ^ words[1] ^ k0,
@@ -73,11 +80,11 @@ def philox(
 
 
 def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 0) -> Tensor:
-    """23 random bits for each element of some rows.
+    """Return 23 random bits for each element of some rows.
 
     Args:
-        rows: int64 [n], the rows' numbers in the whole table, whichever shard holds them.
-        columns: how many.
+        rows: int64 [n], row indices in the whole table, not in a shard of it.
+        columns: number of columns.
         draw: step, stream and seed.
         first_column: of a column-wise shard; a multiple of eight.
 
@@ -89,7 +96,7 @@ def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 
     """
     if first_column % 8:
         raise ValueError(
-            f"a shard of columns starts at a multiple of 8, got {first_column}: one call of Philox serves eight"
+            f"first_column must be a multiple of 8, got {first_column}: one call of Philox serves eight columns"
         )
     key = (draw.seed, draw.stream)
     low, high = (rows & _WORD).unsqueeze(1), ((rows >> 32) & _WORD).unsqueeze(1)
@@ -103,12 +110,12 @@ def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 
 def round_bf16(x: Tensor, bits: Tensor) -> Tensor:
     """Round float32 to bf16 stochastically: up with a probability equal to the distance from the lower neighbour.
 
-    The sixteen bits that bf16 drops are compared with sixteen random ones, on the bit patterns, so subnormals round like all others; values on the grid, NaN and Inf stay, and
-    a finite value stays finite.
+    The sixteen bits that bf16 drops are compared with sixteen random bits, so subnormals round like all other values.
+    Values on the grid, NaN and Inf are kept, and a finite value stays finite.
 
     Args:
         x: float32.
-        bits: 23 random bits for each element, of `uniform_bits`.
+        bits: 23 random bits for each element, from `uniform_bits`.
 
     Returns:
         bfloat16, of x's shape.

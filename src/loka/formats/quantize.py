@@ -1,24 +1,24 @@
-"""Quantise and dequantise: the law every kernel is compared with.
+"""Quantization and dequantization: the reference for every kernel.
 
-    x  ~  q * scale                      scale is always the dequantise multiplier
+    x  ~  q * scale                      scale multiplies in dequantization
 
     amax  = max |x| over the finite elements of a block
-    scale = amax / format.max            1 where amax is 0, so that zeros stay zeros and nothing divides by 0
+    scale = amax / format.max            1 if amax is 0, so that zeros stay zeros and nothing divides by 0
     q     = round(saturate(x * (1 / scale)))
 
-`1 / scale` is computed once per block in float32 and multiplied: that is what a kernel does, and the last bit depends on it. Power-of-two
-scales are rounded *up*, so that the largest element never saturates. Everything is computed in float32 whatever the input's type, and
-finite values stay finite on both ways: a float64 beyond float32 saturates, and so does a product `q * scale` beyond the type asked for
-(with a power-of-two scale float16's 65504 rounds up to 65536).
+`1 / scale` is computed once per block in float32 and multiplied, as in a kernel: the last bit depends on it.
+Power-of-two scales are rounded *up*, so that the largest element never saturates. Everything is computed in float32
+whatever the input's dtype, and finite values stay finite in both directions: a float64 beyond float32 saturates, and so
+does a product `q * scale` beyond the output dtype (with a power-of-two scale float16's 65504 rounds up to 65536).
 
-Scales have one element per block, shaped like the grid of blocks over the last two dimensions (`tensor`: a scalar). A ragged last block
-is simply smaller; an empty extent has no blocks, but `*` is one block of anything (a row of no elements has its scale, 1). NVFP4's pair: E4M3 block scales, rounded to nearest, times one float32
-`tensor_scale` = amax(x) / (6 * 448).
+Scales have one element per block, shaped like the grid of blocks over the last two dimensions (`tensor`: a scalar). The
+last block may be smaller. An empty extent has no blocks, but `*` is always one block: an empty row has a scale, 1.
+NVFP4 has two scales: E4M3 block scales, rounded to nearest, times one float32 `tensor_scale` = amax(x) / (6 * 448).
 
-A NaN or Inf never reaches a scale by way of the maximum: the other elements keep their values. A format that cannot hold it poisons the
-scale of its block with NaN instead.
+NaN and Inf are left out of the maximum, so that the other elements of the block keep their values. A format that cannot
+hold them sets the scale of their block to NaN instead.
 
-This is numerics only: no autograd, no fused passes, no layouts. Speed lives in `loka.kernels.quantize`.
+This module is numerics only: no autograd, fusion or layouts. The fast kernels are in `loka.kernels.quantize`.
 """
 
 from dataclasses import dataclass, replace
@@ -35,13 +35,13 @@ SMALLEST_SCALE = 2.0**-126  # smallest normal float32: its reciprocal is finite,
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """A quantised tensor: elements, scales and the spec they were made with. Scales never travel alone.
+    """A quantized tensor: elements, their scales and their Spec.
 
     Args:
-        data: elements, in the format's type.
+        data: elements, in the format's dtype.
         scale: float32, one per block: x ~ data * scale.
-        spec: how it was made.
-        tensor_scale: one number, for two-level scales (NVFP4) alone.
+        spec: how it was quantized.
+        tensor_scale: a scalar, for two-level scales (NVFP4) only.
 
     Example:
         >>> quantize(torch.randn(4, 128), Spec.parse("e4m3:1x128")).dequantize().shape
@@ -51,7 +51,7 @@ class QTensor:
     data: Tensor
     scale: Tensor
     spec: Spec
-    tensor_scale: Tensor | None = None  # only for two-level scales (NVFP4)
+    tensor_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.data.dtype != self.spec.format.dtype:
@@ -67,33 +67,33 @@ class QTensor:
         for name, held in (("scale", self.scale), ("tensor_scale", self.tensor_scale)):
             if held is not None and (held.dtype != torch.float32 or held.device != self.data.device):
                 raise ValueError(
-                    f"{name} must be float32 on {self.data.device}, beside its data; got {held.dtype} on {held.device}"
+                    f"{name} must be float32 on {self.data.device}, where data is; got {held.dtype} on {held.device}"
                 )
         if self.tensor_scale is not None and self.tensor_scale.dim() != 0:
-            raise ValueError(f"tensor_scale is one number, got shape {tuple(self.tensor_scale.shape)}")
+            raise ValueError(f"tensor_scale must be a scalar, got shape {tuple(self.tensor_scale.shape)}")
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor this stands for."""
+        """Return the shape of the tensor that this represents."""
         return self.data.shape
 
     @property
     def device(self) -> torch.device:
-        """Where the data is."""
+        """Return the device of the data."""
         return self.data.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: elements and scales."""
+        """Return the bytes of elements and scales."""
         extra = 0 if self.tensor_scale is None else self.tensor_scale.nbytes
         return self.data.nbytes + self.scale.nbytes + extra
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values this stands for."""
+        """Return the values that this represents."""
         return dequantize(self, dtype)
 
     def transpose(self) -> "QTensor":
-        """Swap the last two dimensions (views); the same elements keep the same scales."""
+        """Swap the last two dimensions, as views. Elements keep their scales."""
         if self.data.dim() < 2:
             raise ValueError(f"transpose swaps the last two dimensions, got shape {tuple(self.shape)}")
         scale = self.scale if self.scale.dim() < 2 else self.scale.transpose(-2, -1)
@@ -101,14 +101,14 @@ class QTensor:
 
 
 def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> torch.Size:
-    """Shape of the scales of a tensor: one per block.
+    """Return the shape of the scales of a tensor, one per block.
 
     Args:
         shape: of the tensor.
-        block: its groups.
+        block: elements that share a scale.
 
     Returns:
-        The shape.
+        The shape of the scales.
 
     Example:
         >>> scale_shape((4, 256), Block.parse("1x128"))
@@ -118,7 +118,7 @@ def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> torch.Size
         return torch.Size(())
     rows, cols = _extents(shape, block)
     high, wide = _last_two(shape)
-    grid = [  # `*` is one block even of an empty extent: one scale per row, always
+    grid = [  # `*` is one block even of an empty extent, so that every row has a scale
         1 if block.rows == WHOLE else -(-high // rows),
         1 if block.cols == WHOLE else -(-wide // cols),
     ]
@@ -130,7 +130,7 @@ def _last_two(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 
 
 def _extents(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int, int]:
-    """The block's extents for this shape: no larger than it, and at least 1, so that empty tensors have an empty grid."""
+    """Return the block's extents: at most the shape's, and at least 1, so that empty tensors have an empty grid."""
     rows, cols = (max(total, 1) for total in _last_two(shape))
     return (
         rows if block.rows == WHOLE else min(block.rows, rows),
@@ -139,7 +139,7 @@ def _extents(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int, in
 
 
 def _reduce_blocks(values: Tensor, block: Block) -> Tensor:
-    """Maximum of non-negative values over each block, shaped like the scales."""
+    """Return the maximum of non-negative values over each block, shaped like the scales."""
     if block == TENSOR:
         return values.amax() if values.numel() else values.new_zeros(())
     shape = scale_shape(values.shape, block)
@@ -161,10 +161,10 @@ def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Bloc
     Args:
         scale: one per block.
         shape: of the tensor.
-        block: its groups.
+        block: elements that share a scale.
 
     Returns:
-        Something that broadcasts over `shape`.
+        A tensor that broadcasts to `shape`.
 
     Example:
         >>> q.data.float() * expand_scale(q.scale, q.shape, q.spec.block)
@@ -182,7 +182,7 @@ def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Bloc
 
 
 def _to_float32(x: Tensor) -> Tensor:
-    """float32, saturating: a finite float64 stays finite, Inf stays Inf."""
+    """Convert to float32, saturating: a finite float64 stays finite, Inf stays Inf."""
     if x.dtype != torch.float64:
         return x.float()
     limit = torch.finfo(torch.float32).max
@@ -190,14 +190,14 @@ def _to_float32(x: Tensor) -> Tensor:
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Largest finite magnitude of each block.
+    """Return the largest finite magnitude (amax) of each block.
 
     Args:
         x: the tensor.
-        block: its groups.
+        block: elements that share a scale.
 
     Returns:
-        float32 of `scale_shape`; 0 for a block without one.
+        float32, one per block; 0 for a block without finite elements.
 
     Example:
         >>> block_amax(torch.tensor([[1.0, -3.0]]), Block.parse("row"))
@@ -208,7 +208,9 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
-    """The scale that maps a magnitude onto the format's largest value. Two-level scales need the maximum of the whole tensor too: `quantize` makes them.
+    """Return the scale that maps a magnitude to the format's largest value.
+
+    Two-level scales are not supported: they also need the maximum of the whole tensor (`quantize` computes them).
 
     Args:
         amax: largest magnitudes.
@@ -228,12 +230,13 @@ def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
     if spec.scale in ("pow2", "e8m0"):
         scale = _round_up_to_power_of_two(scale)
     scale = torch.where(amax > 0, scale, torch.ones_like(scale))
-    # 0, or NaN where amax is not finite. No NaN is written here: it is unequal to itself, so that a compiler would take two quantisations of one tensor for different ones.
+    # amax - amax is 0, or NaN where amax is not finite. A literal NaN is unequal to itself, so a compiler would not
+    # recognize two quantizations of one tensor as the same.
     return scale + (amax - amax)
 
 
 def _divide(x: Tensor, divisor: float) -> Tensor:
-    """A correctly rounded quotient on every device: on CUDA torch turns division by a number into a product with its reciprocal."""
+    """Divide, correctly rounded on every device: on CUDA, torch would multiply by the reciprocal of a Python number."""
     return x / torch.full_like(x, divisor)
 
 
@@ -244,7 +247,7 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def _two_level_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """NVFP4's pair: E4M3 block scales under one float32 scale, whose product is at least SMALLEST_SCALE."""
+    """Return NVFP4's E4M3 block scales and float32 tensor scale, whose product is at least SMALLEST_SCALE."""
     total = amax.amax() if amax.numel() else amax.new_zeros(())
     outer = _divide(total, format.max * E4M3.max).clamp(min=SMALLEST_SCALE / E4M3.smallest_subnormal)
     outer = torch.where(total > 0, outer, torch.ones_like(outer))
@@ -252,8 +255,8 @@ def _two_level_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return torch.where(amax > 0, inner, torch.ones_like(inner)), outer
 
 
-def _given_scale(scale: Tensor, x: Tensor, spec: Spec) -> Tensor:
-    """A scale that did not come from x, checked. Its values are looked at only where looking costs no synchronisation."""
+def _check_given_scale(scale: Tensor, x: Tensor, spec: Spec) -> Tensor:
+    """Check a static or delayed scale and return it as float32. Values are checked on the CPU only."""
     expected = scale_shape(x.shape, spec.block)
     if scale.shape != expected:
         raise ValueError(
@@ -276,14 +279,14 @@ def quantize(
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
 ) -> QTensor:
-    """Quantise any floating tensor by the law.
+    """Quantize a floating-point tensor.
 
     Args:
         x: the tensor.
-        spec: how.
-        scale: of static and delayed specs; dynamic ones must not be given one.
-        generator: that stochastic specs draw from.
-        noise: instead of it, of x's shape, uniform in [0, 1).
+        spec: how to quantize it.
+        scale: required by static and delayed specs, refused by dynamic ones.
+        generator: of the random numbers for stochastic rounding.
+        noise: uniform in [0, 1), of x's shape, instead of `generator`.
 
     Returns:
         Elements and scales.
@@ -309,11 +312,11 @@ def quantize(
     elif scale is None:
         raise ValueError(f"{spec} needs a scale: its scales do not come from x")
     else:
-        scale = _given_scale(scale, x, spec)
+        scale = _check_given_scale(scale, x, spec)
     multiplier = scale if tensor_scale is None else scale * tensor_scale
     inverse = expand_scale(1.0 / multiplier.clamp(min=SMALLEST_SCALE), x.shape, spec.block)
     scaled = x * inverse
-    if spec.mode != "dynamic":  # a small given scale may push a finite x beyond float32: that is saturation, not Inf
+    if spec.mode != "dynamic":  # with a small given scale a finite x may overflow float32: saturate instead of Inf
         scaled = torch.where(x.abs() < torch.inf, scaled.clamp(-spec.format.max, spec.format.max), x)
     data = encode(scaled, spec.format, rounding=spec.rounding, generator=generator, noise=noise)
     if not spec.format.has_nan:
@@ -323,14 +326,14 @@ def quantize(
 
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values a QTensor stands for: `data * scale`, computed in float32; a finite product beyond `dtype` saturates.
+    """Return `data * scale`, computed in float32; a finite product beyond the range of `dtype` saturates.
 
     Args:
-        q: quantised.
+        q: the quantized tensor.
         dtype: of the result.
 
     Returns:
-        The tensor.
+        The values that q represents.
 
     Example:
         >>> dequantize(quantize(x, Spec.parse("e4m3:row")), torch.bfloat16)
@@ -347,16 +350,16 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def fake_quantize(
     x: Tensor, spec: Spec, *, scale: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Round trip through the format, in the input's own type: what a tensor looks like after quantisation.
+    """Quantize and dequantize a tensor, keeping its dtype.
 
     Args:
         x: the tensor.
-        spec: how.
+        spec: how to quantize it.
         scale: as for `quantize`.
         generator: as for `quantize`.
 
     Returns:
-        x, rounded.
+        x with its quantization error.
 
     Example:
         >>> (fake_quantize(x, Spec.parse("e4m3:tensor")) - x).abs().max()

@@ -1,4 +1,4 @@
-"""Spec: everything that decides how a tensor is quantised, as one value with one spelling.
+"""Spec: everything that determines how a tensor is quantized, as one value with one canonical spelling.
 
     e4m3:1x128                     format : block
     e4m3:row                       one scale per row (per token, or per output channel of a weight)
@@ -8,11 +8,11 @@
     e2m1:1x16:e4m3                 NVFP4: E4M3 block scales under one float32 scale for the tensor
     e4m3:tensor:static:stochastic
 
-The spelling is used in the command line, JSON, HTML, test ids and `extra_repr`. Defaults (float32 scale, dynamic, nearest) are not
-printed; the optional parts may be given in any order and are always printed in the same one.
+The spelling is used in the command line, JSON, HTML, test ids and `extra_repr`. Defaults (float32 scale, dynamic,
+nearest) are not printed. Optional parts may be given in any order and are always printed in the same one.
 
-Granularity is a block shape over the last two dimensions; `*` is the whole extent. `tensor` spans leading dimensions too, every other
-block is repeated over them.
+Granularity is a block shape over the last two dimensions; `*` is the whole extent. `tensor` spans leading dimensions
+too, every other block is repeated over them.
 """
 
 import re
@@ -31,11 +31,11 @@ _BLOCK = re.compile(r"([0-9]{1,9}|\*)x([0-9]{1,9}|\*)")
 
 @dataclass(frozen=True)
 class Block:
-    """Shape of the group of elements that shares a scale, over the last two dimensions.
+    """The shape of a group of elements that share a scale, over the last two dimensions.
 
     Args:
-        rows: of the group; -1 for all.
-        cols: of the group; -1 for all.
+        rows: of the group; WHOLE (-1) for all.
+        cols: of the group; WHOLE (-1) for all.
 
     Example:
         >>> Block.parse("1x128")
@@ -51,12 +51,12 @@ class Block:
 
     @property
     def transposed(self) -> "Block":
-        """The block that covers the same elements of the transposed tensor."""
+        """Return the block that covers the same elements of the transposed tensor."""
         return Block(self.cols, self.rows)
 
     @classmethod
     def parse(cls, text: str) -> "Block":
-        """Read `tensor`, `row`, `col`, `1x128`, `*x128`."""
+        """Parse `tensor`, `row`, `col`, `1x128`, `*x128`."""
         if text in _NAMED_BLOCKS:
             return _NAMED_BLOCKS[text]
         match = _BLOCK.fullmatch(text)
@@ -78,13 +78,13 @@ TENSOR, ROW, COL = _NAMED_BLOCKS.values()
 
 @dataclass(frozen=True)
 class Spec:
-    """How a tensor is quantised. `Spec.parse(str(spec)) == spec`.
+    """How a tensor is quantized. `Spec.parse(str(spec)) == spec`.
 
     Args:
         format: of the elements.
-        block: that shares a scale.
+        block: elements that share a scale.
         scale: type of the scales.
-        mode: scales from the tensor itself (dynamic), from earlier ones (delayed), or fixed (static).
+        mode: scales are computed from the tensor (dynamic), from earlier steps (delayed), or fixed (static).
         rounding: nearest or stochastic.
 
     Example:
@@ -114,7 +114,7 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
-        """Read the canonical spelling; optional parts may come in any order."""
+        """Parse a spelling; optional parts may be in any order."""
         name, *parts = text.strip().split(":")
         if name not in FORMATS or not parts:
             raise ValueError(
@@ -138,7 +138,7 @@ class Spec:
 
     @property
     def transposed(self) -> "Spec":
-        """The spec of the transposed tensor: the same elements share a scale."""
+        """Return the spec of the transposed tensor, in which the same elements share a scale."""
         return Spec(self.format, self.block.transposed, self.scale, self.mode, self.rounding)
 
     def __str__(self) -> str:
