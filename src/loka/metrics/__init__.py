@@ -1,12 +1,13 @@
-"""Recommendation metrics and honest comparison of runs: pure torch, float64, streaming, mergeable across processes.
+"""Recommendation metrics and statistical comparison of runs: pure torch, float64, streaming, mergeable across ranks.
 
 Every metric has `update(...)`, `merge(other)`, `compute()`, `state_dict()` / `load_state_dict()`; `all_reduce(metric)`
-gathers exactly over torch.distributed. Values that are undefined (nothing seen, one class) are NaN; bad input raises or
-is counted.
+merges exactly over torch.distributed. Undefined values (no examples, only one class) are NaN; bad input raises or is
+counted.
 
     LogLoss, NormalizedEntropy, AUC, GAUC
     TopK (HR@K, recall@K, NDCG@K, MRR), BeamOverlap
     compare_paired -> Comparison (better / worse / equivalent / inconclusive)
+    compare_anytime, check_ratio_anytime: the same while an experiment is running
     check_sample_ratio -> SampleRatio
 """
 

@@ -1,4 +1,4 @@
-"""What every metric is: a few tensors that can be added to, merged, saved and gathered.
+"""The base class of metrics: a few tensors that can be updated, merged, saved and gathered.
 
 A metric keeps its state in two kinds of tensors:
 
@@ -8,12 +8,13 @@ A metric keeps its state in two kinds of tensors:
 Sums are float64 (or int64 for counts): a float32 sum of 1e8 losses is wrong in the fourth digit. State lives on the
 device of the first update, so a metric on the GPU does not force a copy per step.
 
-`all_reduce` gathers every process's state and merges it in rank order. The result is therefore bit for bit what one
-process would get by calling `merge` in that order, and identical on every rank; a floating-point all-reduce promises
-neither. It returns a new metric and leaves the local one as it was, so that calling it twice does not count anything
+`all_reduce` gathers the state of every process and merges it in rank order. The result is therefore bit-identical to
+calling `merge` in that order in one process, and identical on every rank; a floating-point all-reduce guarantees
+neither. It returns a new metric and leaves the local one unchanged, so that calling it twice does not count anything
 twice.
 
-What this does not do: sample weights, and any silent repair. Bad input raises or is counted, see `loka.metrics.binary`.
+Sample weights are not supported. Bad input raises or is counted, and is never silently repaired; see
+`loka.metrics.binary`.
 """
 
 import copy
@@ -33,7 +34,7 @@ class Metric(ABC, Generic[Result]):
     """Base of all metrics: `update(...)` per batch, `merge(other)`, `compute()`, `state_dict()`, `load_state_dict()`.
 
     Args:
-        config: what two metrics must share to be merged.
+        config: options that two metrics must share to be merged.
 
     Example:
         >>> class Mean(Metric[float]): ...
@@ -48,10 +49,10 @@ class Metric(ABC, Generic[Result]):
 
     @abstractmethod
     def compute(self) -> Result:
-        """The value over everything seen so far; undefined values are NaN, never 0."""
+        """Return the value over all updates so far. Undefined values are NaN, never 0."""
 
     def merge(self, other: Self) -> None:
-        """Add what `other` has seen, as if its updates had followed ours. Both must be configured alike."""
+        """Add the updates of `other`, as if they had followed ours. Both must have the same configuration."""
         if self._config != other._config:
             raise ValueError(f"cannot merge {other._config} into {self._config}: configure both metrics alike")
         if self._device is None:
@@ -62,21 +63,21 @@ class Metric(ABC, Generic[Result]):
             chunks.extend(chunk.to(self.device) for chunk in other._rows[name])
 
     def reset(self) -> None:
-        """Forget everything; the configuration stays."""
+        """Reset the state. The configuration is kept."""
         for total in self._sums.values():
             total.zero_()
         for chunks in self._rows.values():
             chunks.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors, fit for safetensors; the configuration travels as UTF-8 bytes and is checked on load."""
+        """Return the state as tensors. The configuration is included as UTF-8 bytes and checked on load."""
         state = {_CONFIG: torch.frombuffer(bytearray(self._signature().encode()), dtype=torch.uint8)}
         state.update({name: total.clone() for name, total in self._sums.items()})
         state.update({name: self._row(name).clone() for name in self._rows})
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace the state by a saved one of the same configuration."""
+        """Restore a saved state of the same configuration."""
         expected = {_CONFIG, *self._sums, *self._rows}
         if set(state) != expected:
             raise ValueError(
@@ -97,7 +98,7 @@ class Metric(ABC, Generic[Result]):
 
     @property
     def device(self) -> torch.device:
-        """Where the state lives: the device of the first update, the CPU before."""
+        """The device of the state: that of the first update, and the CPU before it."""
         return self._device or torch.device("cpu")
 
     def _add_sums(self, dtype: torch.dtype, *names: str, shape: tuple[int, ...] = ()) -> None:
@@ -127,7 +128,7 @@ class Metric(ABC, Generic[Result]):
         self._rows = {name: [chunk.to(device) for chunk in chunks] for name, chunks in self._rows.items()}
 
     def _place(self, *tensors: Tensor) -> list[Tensor]:
-        """Bring a batch to the device of the state, or the state to the batch when this is the first."""
+        """Move a batch to the device of the state, or the state to the device of the first batch."""
         if self._device is None:
             self._move_to(tensors[0].device)
         return [tensor.detach().to(self.device) for tensor in tensors]
@@ -144,11 +145,11 @@ M = TypeVar("M", bound=Metric[Any])
 
 
 def all_reduce(metric: M, process_group: dist.ProcessGroup | None = None) -> M:
-    """A metric merged over all processes.
+    """Merge a metric over all processes.
 
     Args:
-        metric: of this process; it is not changed.
-        process_group: which processes; None: all.
+        metric: this process's metric; not changed.
+        process_group: the processes; by default all.
 
     Returns:
         A new metric, the same on every rank.
@@ -177,7 +178,7 @@ def all_reduce(metric: M, process_group: dist.ProcessGroup | None = None) -> M:
 
 
 def _gather(tensor: Tensor, process_group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The tensor of every rank; those of one dimension may differ in length, so they travel padded to the longest."""
+    """Gather a tensor from every rank. First dimensions may differ, so tensors are padded to the longest."""
     world = dist.get_world_size(process_group)
     if tensor.dim() == 0:
         return [part[0] for part in _gather(tensor.reshape(1), process_group)]

@@ -26,7 +26,7 @@ class AUC(BinaryMetric[float]):
     """Exact AUC with ties counted one half; memory grows with the data (9 bytes per example).
 
     Args:
-        nonfinite: what becomes of predictions that are not finite: "raise", or "count" and leave out.
+        nonfinite: how to treat predictions that are not finite: "raise", or "count" them and leave them out.
 
     Example:
         >>> auc = AUC()
@@ -46,7 +46,7 @@ class AUC(BinaryMetric[float]):
         self._append(score=score[valid], positive=y[valid])
 
     def compute(self) -> float:
-        """AUC over everything seen; NaN with fewer than two classes."""
+        """Return the AUC over all updates; NaN with fewer than two classes."""
         self._check()
         score, positive = self._row("score"), self._row("positive")
         twice, positives, negatives = _count_pairs(
@@ -58,7 +58,7 @@ class AUC(BinaryMetric[float]):
 
 @dataclass(frozen=True)
 class GroupedAUC:
-    """GAUC and what it was computed from; `excluded_*` are groups that lack one of the classes."""
+    """GAUC and the groups it was computed from; `excluded_*` count groups that lack one of the classes."""
 
     value: float
     groups: int
@@ -96,7 +96,7 @@ class GAUC(BinaryMetric[GroupedAUC]):
         self._append(score=score[valid], positive=y[valid], group=group[valid])
 
     def compute(self) -> GroupedAUC:
-        """The weighted mean, and how many groups and impressions are in and out of it."""
+        """Return the weighted mean, and the number of groups and impressions included and excluded."""
         self._check()
         ids, dense = torch.unique(self._row("group"), return_inverse=True)
         twice, positives, negatives = _count_pairs(dense, self._row("score"), self._row("positive"), groups=ids.numel())
@@ -115,10 +115,10 @@ class GAUC(BinaryMetric[GroupedAUC]):
 
 
 def _count_pairs(group: Tensor, score: Tensor, positive: Tensor, *, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Per group: twice the number of correctly ordered pairs (ties once), positives, negatives; all int64, hence exact.
+    """Return per group, in exact int64: twice the number of correctly ordered pairs (ties once), positives, negatives.
 
-    Sorted by (group, score), equal scores of a group form a run. A run with p positives and n negatives, and m negatives of its
-    group before it, contributes p (2 m + n).
+    Sorted by (group, score), equal scores of a group form a run. A run with p positives and n negatives, and m
+    negatives of its group before it, contributes p (2 m + n).
     """
     order = torch.argsort(score, stable=True)
     order = order[torch.argsort(group[order], stable=True)]

@@ -1,4 +1,4 @@
-"""Beam-set overlap: how much of the reference's beam does a cheaper model still find?
+"""Beam-set overlap: how many of the reference's beams a cheaper model still finds.
 
 For each query and each n: with A the first n beams of the reference and B those of the candidate, as sets,
 
@@ -22,7 +22,7 @@ from loka.metrics.accumulator import Metric
 
 @dataclass(frozen=True)
 class BeamOverlapResult:
-    """Means over queries, keyed by n, and how many queries were left out because both sets were empty, keyed by n."""
+    """Means over queries, and numbers of queries used and left out because both sets were empty; all keyed by n."""
 
     overlap: dict[int, float]
     jaccard: dict[int, float]
@@ -34,7 +34,7 @@ class BeamOverlap(Metric[BeamOverlapResult]):
     """Overlap of two beam sets at every n.
 
     Args:
-        ns: how many of the best are compared.
+        ns: numbers of leading beams to compare.
 
     Example:
         >>> overlap = BeamOverlap([1, 10])
@@ -82,7 +82,7 @@ class BeamOverlap(Metric[BeamOverlapResult]):
         self._sums["empty"][index] += (~used).sum()
 
     def compute(self) -> BeamOverlapResult:
-        """Means over queries; NaN where there was none."""
+        """Return the means over queries; NaN without queries."""
         counts = self._sums["queries"].tolist()
 
         def mean(name: str) -> dict[int, float]:
@@ -98,7 +98,7 @@ class BeamOverlap(Metric[BeamOverlapResult]):
 
 
 def _number_beams(reference: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Both batches with every distinct beam numbered densely from 0, -1 for padding; and the number of distinct beams."""
+    """Number the distinct beams of both batches densely from 0, -1 for padding; also returns how many there are."""
     both = torch.cat([reference, candidate], dim=1).long()
     flat = both.flatten(0, 1) if both.dim() == 3 else both.reshape(-1, 1)
     padding = (flat < 0).any(1).reshape(both.shape[:2])
@@ -108,7 +108,7 @@ def _number_beams(reference: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _distinct_keys(beams: Tensor, kinds: int) -> Tensor:
-    """row * kinds + beam for every distinct, unpadded beam."""
+    """Return row * kinds + beam for every distinct, unpadded beam."""
     rows = torch.arange(beams.shape[0], device=beams.device)[:, None]
     keys: Tensor = torch.unique((rows * kinds + beams)[beams >= 0])
     return keys

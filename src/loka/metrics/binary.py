@@ -1,13 +1,13 @@
-"""The screen that every metric of (prediction, 0/1 label) pairs passes its input through.
+"""Input validation shared by all metrics of (prediction, 0/1 label) pairs.
 
-Predictions are logits by default, because that is what a ranker emits and because log loss from logits does not lose
-digits near 0 and 1; pass `inputs="probabilities"` for the other kind. Metrics that only need an order (AUC, GAUC) take
-any real score as a logit.
+Predictions are logits by default, because rankers emit logits and because log loss from logits does not lose digits
+near 0 and 1; pass `inputs="probabilities"` otherwise. Metrics that depend only on the order (AUC, GAUC) accept any real
+score.
 
-What happens to bad input, always one of two things, never nothing:
+Bad input is never ignored:
 
 - a prediction that is NaN or infinite: `nonfinite="raise"` (the default) raises in `update`; `nonfinite="count"` leaves
-  the example out and counts it in `nonfinite_count`. "raise" costs one device synchronisation per update, "count" costs
+  the example out and counts it in `nonfinite_count`. "raise" costs one device synchronization per update, "count" costs
   none for the sums;
 - a label that is not 0 or 1, or a probability outside [0, 1]: raises, in `update` under "raise", in `compute` under
   "count".
@@ -28,18 +28,19 @@ PROBABILITY_GUARD = torch.finfo(torch.float64).eps
 
 
 def log_losses(predictions: Tensor, labels: Tensor, *, inputs: Inputs = "logits") -> Tensor:
-    """Log loss of each example: softplus(z) - y z from a logit z, -y ln p - (1-y) ln(1-p) from a probability p. No screen here: NaN in, NaN out.
+    """Return the log loss of each example: softplus(z) - y z for logits z, -y ln p - (1-y) ln(1-p) for probabilities p.
 
     Args:
-        predictions: logits or probabilities.
+        predictions: logits or probabilities. They are not validated; NaN gives NaN.
         labels: 0 or 1, of the same shape.
-        inputs: which of the two.
+        inputs: "logits" or "probabilities".
 
     Returns:
-        float64: what `loka.metrics.compare` wants for a paired comparison of two runs.
+        float64 of the same shape, suitable for `compare_paired`.
 
     Example:
-        >>> compare_paired(log_losses(z_fp8, y), log_losses(z_bf16, y), margin=0.02, lower_is_better=True, relative=True)
+        >>> low, high = log_losses(z_fp8, y), log_losses(z_bf16, y)
+        >>> compare_paired(low, high, margin=0.02, lower_is_better=True, relative=True)
     """
     if predictions.shape != labels.shape:
         raise ValueError(
@@ -54,7 +55,7 @@ def log_losses(predictions: Tensor, labels: Tensor, *, inputs: Inputs = "logits"
 
 
 class BinaryMetric(Metric[Result], Generic[Result]):
-    """A metric of predictions against 0/1 labels: checks them, counts what it leaves out."""
+    """Base of metrics of predictions and 0/1 labels: validates its input and counts the examples it leaves out."""
 
     def __init__(self, *, inputs: Inputs = "logits", nonfinite: Nonfinite = "raise", **config: Any) -> None:
         if inputs not in ("logits", "probabilities"):
@@ -72,7 +73,7 @@ class BinaryMetric(Metric[Result], Generic[Result]):
         return int(self._sums["nonfinite"])
 
     def _screen(self, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(predictions float64, labels int64, mask of usable examples), flat, on the device of the state."""
+        """Validate a batch; returns flat (predictions float64, labels int64, mask of usable ones) on our device."""
         if predictions.shape != labels.shape:
             raise ValueError(
                 f"predictions {tuple(predictions.shape)} and labels {tuple(labels.shape)} must have the same shape; "
@@ -86,14 +87,14 @@ class BinaryMetric(Metric[Result], Generic[Result]):
         if self.inputs == "probabilities":
             outside = (finite & ((predictions < 0) | (predictions > 1))).sum()
         nonfinite = (~finite).sum()
-        if self.nonfinite == "raise":  # before anything is added: a refused batch leaves no trace
+        if self.nonfinite == "raise":  # before the state changes, so that a rejected batch has no effect
             self._reject(*torch.stack([nonfinite, bad_labels, outside]).tolist(), size=predictions.numel())
         for name, count in (("nonfinite", nonfinite), ("bad_labels", bad_labels), ("outside", outside)):
             self._sums[name] += count
         return torch.where(finite, predictions, 0.0), (labels == 1).long(), finite
 
     def _check(self) -> None:
-        """Raise what "count" put off: labels and probabilities that no metric is defined for."""
+        """Raise the errors that "count" deferred: invalid labels and probabilities."""
         self._reject(0, int(self._sums["bad_labels"]), int(self._sums["outside"]))
 
     def _reject(self, nonfinite: int, bad_labels: int, outside: int, *, size: int | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Intervals for a ratio of sums over independent units, by bootstrap or by Student's t; and the quantiles they need.
+"""Confidence intervals for a ratio of sums over independent units, by bootstrap or by Student's t.
 
 Units (examples, users, seeds) carry a numerator D_i and a denominator Q_i; the estimate is theta = sum D / sum Q. A
 mean is the case Q_i = number of examples of the unit; a relative change is the case Q_i = loss of the baseline.
-Linearised (delta method), unit i moves theta by e_i / sum Q with e_i = D_i - theta Q_i, hence
+Linearized (delta method), unit i moves theta by e_i / sum Q with e_i = D_i - theta Q_i, hence
 
     SE = sqrt( n / (n - 1) * sum e_i^2 ) / sum Q
 
@@ -10,14 +10,14 @@ Intervals:
 
 - `bca`: bootstrap, bias-corrected and accelerated. Resample units with replacement, take quantiles of the replicates at
   levels shifted by the bias z0 (how far the replicates' median lies from theta) and the acceleration a = sum e^3 / (6
-  (sum e^2)^1.5) (skewness). Right for many units.
+  (sum e^2)^1.5) (skewness). Accurate for many units.
 - `percentile`: the same without the shifts.
 - `student`: theta +- t_{n-1} SE. For few units, where any bootstrap is too narrow (five Gaussian units: a
   percentile interval of 95 % covered 84 % of the time).
 
-Bounded work: above `MAX_UNITS` units, units are first dealt at random (seeded) into MAX_UNITS blocks of near-equal
-size, and blocks are resampled. The sums are unchanged; the width of the interval is then estimated as from MAX_UNITS
-units, to about 1 / sqrt(2 MAX_UNITS) = 0.7 %.
+To bound the work, more than `MAX_UNITS` units are first assigned at random (seeded) to MAX_UNITS blocks of nearly equal
+size, and blocks are resampled. The sums are unchanged; the width of the interval is then known to about
+1 / sqrt(2 MAX_UNITS) = 0.7 %.
 """
 
 import math
@@ -34,7 +34,7 @@ _NORMAL = NormalDist()
 
 
 def standard_error(numerator: Tensor, denominator: Tensor) -> float:
-    """Delta-method standard error of sum(numerator) / sum(denominator) over independent units."""
+    """Return the delta-method standard error of sum(numerator) / sum(denominator) over independent units."""
     n = numerator.numel()
     total = denominator.sum()
     influence = numerator - numerator.sum() / total * denominator
@@ -44,7 +44,7 @@ def standard_error(numerator: Tensor, denominator: Tensor) -> float:
 def estimate_interval(
     numerator: Tensor, denominator: Tensor, *, method: Method, confidence: float, resamples: int, seed: int
 ) -> tuple[float, float]:
-    """Two-sided interval of sum(numerator) / sum(denominator) at the given confidence."""
+    """Return the two-sided confidence interval of sum(numerator) / sum(denominator)."""
     tail = (1 - confidence) / 2
     theta = float(numerator.sum() / denominator.sum())
     if method == "student":
@@ -52,7 +52,7 @@ def estimate_interval(
         half = find_t_quantile(1 - tail, n - 1) * standard_error(numerator, denominator)
         return theta - half, theta + half
     generator = torch.Generator().manual_seed(seed)
-    numerator, denominator = _deal_blocks(numerator.cpu(), denominator.cpu(), generator)
+    numerator, denominator = _sum_blocks(numerator.cpu(), denominator.cpu(), generator)
     replicates = _resample(numerator, denominator, resamples, generator)
     levels = (tail, 1 - tail)
     if method == "bca":
@@ -61,7 +61,7 @@ def estimate_interval(
     return low, high
 
 
-def _deal_blocks(numerator: Tensor, denominator: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _sum_blocks(numerator: Tensor, denominator: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     n = numerator.numel()
     if n <= MAX_UNITS:
         return numerator, denominator
@@ -71,7 +71,7 @@ def _deal_blocks(numerator: Tensor, denominator: Tensor, generator: torch.Genera
 
 
 def _resample(numerator: Tensor, denominator: Tensor, resamples: int, generator: torch.Generator) -> Tensor:
-    """Replicates of the ratio, [resamples]; drawn in chunks so that memory does not grow with units x resamples."""
+    """Return bootstrap replicates of the ratio, [resamples]. Drawn in chunks to bound memory."""
     n = numerator.numel()
     pairs = torch.stack([numerator, denominator], dim=1)
     replicates = torch.empty(resamples, dtype=torch.float64)
@@ -89,9 +89,9 @@ def _resample(numerator: Tensor, denominator: Tensor, resamples: int, generator:
 def _shift_levels(
     replicates: Tensor, theta: float, influence: Tensor, levels: tuple[float, float]
 ) -> tuple[float, float]:
-    """The levels whose quantiles BCa takes instead of the plain ones."""
+    """Return the shifted quantile levels of BCa."""
     square = float(influence.square().sum())
-    if square == 0:  # every unit agrees: all replicates equal theta, and any level gives the same
+    if square == 0:  # all replicates equal theta, so any level gives the same quantile
         return levels
     count = replicates.numel()
     below = float((replicates < theta).double().sum() + 0.5 * (replicates == theta).double().sum()) / count
@@ -106,23 +106,23 @@ def _shift_levels(
 
 
 def find_t_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t with integer degrees of freedom, by bisection of its closed-form distribution function."""
+    """Return the quantile of Student's t with integer degrees of freedom, by bisection of its closed-form CDF."""
     if freedom < 1 or not 0 < probability < 1:
         raise ValueError(f"probability={probability}, freedom={freedom}: expected (0, 1) and at least 1")
     if freedom > 1000:  # the normal quantile is then within 0.2 %
         return _NORMAL.inv_cdf(probability)
     low, high = 0.0, 1.0
     target = max(probability, 1 - probability)
-    while _t_distribution(high, freedom) < target:
+    while _t_cdf(high, freedom) < target:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_distribution(middle, freedom) < target else (low, middle)
+        low, high = (middle, high) if _t_cdf(middle, freedom) < target else (low, middle)
     return high if probability >= 0.5 else -high
 
 
-def _t_distribution(t: float, freedom: int) -> float:
-    """P(T <= t) for t >= 0: a finite sum in the angle atan(t / sqrt(freedom)), different for odd and even freedom."""
+def _t_cdf(t: float, freedom: int) -> float:
+    """Return P(T <= t) for t >= 0: a finite sum in the angle atan(t / sqrt(freedom)), by parity of `freedom`."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine = math.cos(angle)
     odd = freedom % 2 == 1

@@ -1,7 +1,7 @@
-"""Paired comparison of two runs: how large is the difference, how sure are we, and does it matter?
+"""Paired comparison of two runs: the size of the difference, its uncertainty, and whether it matters.
 
-Both runs are scored on the same examples (or users, or seeds), so the difference is taken per pair and what the pairs
-share cancels. The estimate is
+Both runs are scored on the same examples (or users, or seeds), so the difference is taken per pair and shared variation
+cancels. The estimate is
 
     candidate - baseline                         mean of the paired differences
     100 (sum candidate / sum baseline - 1) %     with relative=True, e.g. relative log loss
@@ -9,21 +9,22 @@ share cancels. The estimate is
 with an interval from `loka.metrics.bootstrap`. `groups` names the unit of independence: examples of one user are
 correlated, so the user is resampled, not the example.
 
-The verdict asks for a margin, the largest difference that does not matter:
+The verdict depends on a margin, the largest difference that does not matter:
 
     equivalent    the whole interval lies inside (-margin, margin); tiny but significant differences are equivalent too
     better/worse  the interval excludes 0, and is not inside the margin
     inconclusive  anything else: the interval is too wide to tell. Never "no difference".
 
-A 95 % interval inside the margin is two one-sided tests (TOST) at 2.5 % each. Equivalence is therefore earned by data;
-a small sample cannot get it.
+A 95 % interval inside the margin is two one-sided tests (TOST) at 2.5 % each. Equivalence therefore requires enough
+data; a small sample cannot show it.
 
 The minimum detectable effect, MDE = (q(1 - alpha/2) + q(power)) SE, is the true difference that this many units would
-find with the given power; q is the normal quantile, Student's for the `student` method. When the MDE exceeds the
-margin, collect more data before arguing.
+detect with the given power; q is the normal quantile, or Student's for the `student` method. If the MDE exceeds the
+margin, collect more data first.
 
-What this does not do: metrics that are no mean over units, as the AUC of all examples is: compare those per seed or per user. If every unit shows exactly the same difference, the
-interval has width 0: true of bit-identical runs, optimistic for a handful of rare 0/1 outcomes.
+Limitations: metrics that are not a mean over units, such as the AUC over all examples, must be compared per seed or per
+user. If every unit shows exactly the same difference, the interval has width 0, which is right for bit-identical runs
+but optimiztic for a handful of rare 0/1 outcomes.
 """
 
 import math
@@ -37,7 +38,7 @@ from torch import Tensor
 from loka.metrics.bootstrap import Method, estimate_interval, find_t_quantile, standard_error
 
 Verdict = Literal["better", "worse", "equivalent", "inconclusive"]
-FEW_UNITS = 30  # below this, "auto" takes Student's t: the bootstrap is too narrow
+FEW_UNITS = 30  # below this, "auto" uses Student's t, because bootstrap intervals are too narrow
 
 
 @dataclass(frozen=True)
@@ -91,26 +92,28 @@ def compare_paired(
 
     Args:
         candidate: one number per entry.
-        baseline: of the same entries, in the same order.
+        baseline: numbers of the same entries, in the same order.
         margin: the largest difference that does not matter, in the metric's unit, or in percent with `relative`.
-        metric: what it is called.
-        lower_is_better: as for a loss.
-        groups: integer ids, one per entry, that make clusters (users) the unit of resampling.
-        relative: the difference as percent of the baseline's sum.
-        method: of the interval; `auto` is `student` below 30 units and `bca` from there on. The result says which.
-        confidence: of the interval.
-        power: for the minimum detectable effect.
-        resamples: of the bootstrap.
-        seed: of the bootstrap.
+        metric: name of the metric, for printing.
+        lower_is_better: True for a loss.
+        groups: integer cluster ids (users), one per entry; clusters are then the unit of resampling.
+        relative: express the difference in percent of the baseline's sum.
+        method: method of the interval; `auto` is `student` below 30 units and `bca` from there on. The result says
+            which.
+        confidence: confidence level of the interval.
+        power: power of the minimum detectable effect.
+        resamples: number of bootstrap resamples.
+        seed: seed of the bootstrap.
 
     Returns:
         The estimate with its interval, the minimum detectable effect and the verdict.
 
     Raises:
-        ValueError: other shapes, fewer than two units, NaN or infinity, or a relative change of nothing.
+        ValueError: shapes differ, fewer than two units, NaN or infinity, or `relative` with a baseline that is not
+            positive.
 
     Example:
-        >>> print(compare_paired(losses_fp8, losses_bf16, margin=0.02, metric="log loss", lower_is_better=True, relative=True))
+        >>> print(compare_paired(losses_fp8, losses_bf16, margin=0.02, lower_is_better=True, relative=True))
     """
     _check_options(margin, confidence, power, resamples, method)
     first, second = _check_pairs(candidate, baseline)
@@ -148,16 +151,16 @@ def compare_paired(
 
 
 def decide(low: float, high: float, *, margin: float, lower_is_better: bool) -> Verdict:
-    """The verdict for an interval of candidate - baseline.
+    """Return the verdict for an interval of candidate - baseline.
 
     Args:
-        low: its lower end.
-        high: its upper end.
+        low: lower end of the interval.
+        high: upper end of the interval.
         margin: the largest difference that does not matter.
-        lower_is_better: as for a loss.
+        lower_is_better: True for a loss.
 
     Returns:
-        equivalent, better, worse or inconclusive; the latter for an interval that is not finite.
+        equivalent, better, worse or inconclusive; inconclusive if the interval is not finite.
 
     Example:
         >>> decide(-0.01, 0.01, margin=0.02, lower_is_better=True)
@@ -177,14 +180,15 @@ def decide(low: float, high: float, *, margin: float, lower_is_better: bool) -> 
 def minimum_detectable_effect(
     error: float, *, confidence: float = 0.95, power: float = 0.8, units: int | None = None
 ) -> float:
-    """The true difference found with probability `power` by a two-sided test.
+    """Return the true difference that a two-sided test detects with probability `power`.
 
     Args:
         error: the standard error of the difference.
-        confidence: of the test.
-        power: wanted.
-        units: switches to Student's t with units - 1 degrees of freedom. That approximates the noncentral t: the power reached at 0.8 asked was 0.765 with 3 units, 0.791 with 5,
-            0.798 with 8 (200,000 simulations each).
+        confidence: confidence level of the test.
+        power: the desired power.
+        units: if given, use Student's t with units - 1 degrees of freedom. This approximates the noncentral t: for a
+            desired power of 0.8 the actual power was 0.765 with 3 units, 0.791 with 5, 0.798 with 8 (200,000
+            simulations each).
 
     Returns:
         The difference, in the error's unit.
@@ -200,7 +204,7 @@ def minimum_detectable_effect(
 
 
 def _total_units(difference: Tensor, weight: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums per independent unit: the entry itself, or the cluster it belongs to."""
+    """Return sums per independent unit: the entry itself, or the cluster it belongs to."""
     if groups is None:
         return difference, weight
     groups = groups.detach().cpu().reshape(-1)

@@ -1,7 +1,7 @@
-"""Log loss and what is derived from it: normalised entropy and the relative change against a baseline.
+"""Log loss, normalized entropy, and the relative change against a baseline.
 
     log loss = mean_i [ -y_i ln p_i - (1 - y_i) ln(1 - p_i) ]            natural logarithm
-    NE       = log loss / ( -q ln q - (1 - q) ln(1 - q) ),  q = mean y     1 means "no better than knowing the base rate"
+    NE       = log loss / ( -q ln q - (1 - q) ln(1 - q) ),  q = mean y     1 means "no better than the base rate"
     relative = 100 (log loss of the candidate / log loss of the baseline - 1), in percent; negative is better
 
 On the same examples the relative change of NE equals the relative change of log loss: the denominator cancels.
@@ -19,7 +19,7 @@ from loka.metrics.binary import BinaryMetric, Inputs, Nonfinite, log_losses
 
 
 def relative_change(candidate: float, baseline: float) -> float:
-    """100 (candidate / baseline - 1), in percent; NaN when the baseline is 0 or either is NaN."""
+    """Return 100 (candidate / baseline - 1), in percent; NaN if the baseline is 0 or either is NaN."""
     return 100.0 * (candidate - baseline) / baseline if baseline else math.nan
 
 
@@ -51,16 +51,16 @@ class LogLoss(BinaryMetric[float]):
 
     @property
     def examples(self) -> int:
-        """Examples in the mean."""
+        """Number of examples in the mean."""
         return int(self._sums["examples"])
 
     @property
     def positives(self) -> int:
-        """Examples with label 1 in the mean."""
+        """Number of examples with label 1 in the mean."""
         return int(self._sums["positives"])
 
     def compute(self) -> float:
-        """Mean log loss; NaN when nothing was seen."""
+        """Return the mean log loss; NaN without examples."""
         self._check()
         return float(self._sums["loss"]) / self.examples if self.examples else math.nan
 
@@ -78,7 +78,7 @@ class NormalizedEntropy(LogLoss):
     """
 
     def compute(self) -> float:
-        """NE; NaN when nothing or only one class was seen."""
+        """Return NE; NaN without examples or with only one class."""
         loss = super().compute()
         if self.positives in (0, self.examples):
             return math.nan

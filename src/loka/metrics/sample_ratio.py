@@ -1,7 +1,7 @@
-"""Sample-ratio mismatch: did the traffic split that was asked for actually happen?
+"""Sample-ratio mismatch: check whether the actual traffic split matches the intended one.
 
 Pearson's chi-square over the arms, chi2 = sum (observed - expected)^2 / expected, with k - 1 degrees of freedom; the
-p-value is the upper regularised incomplete gamma function Q((k-1)/2, chi2/2). A split that fails this test has a bug in
+p-value is the upper regularized incomplete gamma function Q((k-1)/2, chi2/2). A split that fails this test has a bug in
 assignment or logging, and no metric of the experiment can be trusted, so the usual threshold is strict (0.001): a false
 alarm once in a thousand experiments.
 """
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class SampleRatio:
-    """The result; `mismatch` is p_value < threshold. Prints as one line."""
+    """Result of `check_sample_ratio`. Prints as one line."""
 
     observed: tuple[int, ...]
     expected: tuple[float, ...]
@@ -25,7 +25,7 @@ class SampleRatio:
 
     @property
     def mismatch(self) -> bool:
-        """Whether the split differs from what was asked for."""
+        """Whether the split differs from the intended ratio: p_value < threshold."""
         return self.p_value < self.threshold
 
     def __str__(self) -> str:
@@ -36,12 +36,12 @@ class SampleRatio:
 
 
 def check_sample_ratio(observed: Sequence[int], ratio: Sequence[float], *, threshold: float = 0.001) -> SampleRatio:
-    """Test counts per arm against the ratio asked for.
+    """Test counts per arm against the intended ratio.
 
     Args:
         observed: units per arm.
-        ratio: any positive numbers; they are normalised.
-        threshold: p-value below which the split did not happen as asked.
+        ratio: any positive numbers; they are normalized.
+        threshold: p-value below which the split counts as mismatched.
 
     Returns:
         The p-value, and whether the arms are mismatched.

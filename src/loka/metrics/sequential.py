@@ -1,16 +1,21 @@
-"""Intervals that may be looked at any time: what a running experiment needs, where a fixed-sample interval is wrong as soon as somebody peeks.
+"""Anytime-valid intervals for running experiments, where repeated peeking invalidates a fixed-sample interval.
 
-**Difference of means.** With estimate d and standard error s, V = 1 / s^2 is the information so far and S = d V behaves like a Brownian motion in V with the true difference as its
-drift. Robbins' normal mixture over drifts N(0, tau^2) gives a martingale, and Ville's inequality an interval that covers at all times together with probability 1 - alpha:
+**Difference of means.** With estimate d and standard error s, V = 1 / s^2 is the information so far, and S = d V
+behaves like a Brownian motion in V with the true difference as its drift. Robbins' normal mixture over drifts N(0,
+tau^2) gives a martingale, and Ville's inequality an interval that covers the truth at all times simultaneously with
+probability 1 - alpha:
 
     |d - truth| <= sqrt((V + 1 / tau^2) log((1 + tau^2 V) / alpha^2)) / V
 
-`tau` is the size of difference one cares about, fixed before; it decides where the interval is tightest, not whether it is valid. The interval is asymptotic (a central limit
-theorem that is uniform in time), so it begins at `LEAST` units an arm.
+`tau` is the difference of interest, fixed in advance; it determines where the interval is tightest, not whether it is
+valid. The interval is asymptotic (a time-uniform central limit theorem), so it is reported only from `LEAST` units per
+arm.
 
-**Sample ratio.** The same for counts: the Bayes factor of a Dirichlet mixture over ratios against the ratio asked for is a martingale under it, and 1 / factor a p-value at any time.
+**Sample ratio.** The same for counts: the Bayes factor of a Dirichlet mixture over ratios against the intended ratio is
+a martingale under the latter, and 1 / factor is a p-value at any time.
 
-References: Robbins 1970; Waudby-Smith et al., "Time-uniform central limit theory", 2021; Lindon and Malek, "Anytime-valid inference for multinomial count data", 2022.
+References: Robbins 1970; Waudby-Smith et al., "Time-uniform central limit theory", 2021; Lindon and Malek,
+"Anytime-valid inference for multinomial count data", 2022.
 """
 
 import math
@@ -19,19 +24,19 @@ from dataclasses import dataclass
 
 from loka.metrics.compare import Verdict, decide
 
-LEAST = 100  # units an arm, before which nothing is said
-CONCENTRATION = 100.0  # of the mixture over sample ratios: how near to the asked ratio it looks
-WEAK = 0.25  # relative error of the baseline's mean above which a relative change means nothing
+LEAST = 100  # units per arm below which the result is inconclusive
+CONCENTRATION = 100.0  # of the Dirichlet mixture: larger values concentrate it around the intended ratio
+WEAK = 0.25  # relative standard error of the baseline's mean above which a relative change is meaningless
 
 
 @dataclass(frozen=True)
 class Moments:
-    """How many units an arm has, and the mean and variance of their values.
+    """Number of units in an arm, and the mean and variance of their values.
 
     Args:
-        units: how many.
-        mean: of their values.
-        variance: of their values, unbiased.
+        units: number of units.
+        mean: mean of their values.
+        variance: unbiased variance of their values.
 
     Example:
         >>> Moments.of([1.0, 2.0, 3.0])
@@ -44,7 +49,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Moments":
-        """The summary of a sample of values."""
+        """Summarize a sample of values."""
         n = len(values)
         mean = math.fsum(values) / n if n else 0.0
         return cls(n, mean, math.fsum((v - mean) ** 2 for v in values) / (n - 1) if n > 1 else 0.0)
@@ -52,7 +57,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class SequentialComparison:
-    """Candidate against baseline, relative to the baseline's mean; `low` and `high` are None while there is too little to say anything."""
+    """Candidate compared with baseline, relative to the baseline's mean. `low`, `high`: None without enough data."""
 
     estimate: float | None
     low: float | None
@@ -70,17 +75,17 @@ def compare_anytime(
     alpha: float = 0.05,
     tau: float | None = None,
 ) -> SequentialComparison:
-    """The relative change of the mean, with an interval that is valid however often it is looked at.
+    """Compare the means of two arms, with an interval that is valid however often it is computed.
 
     Args:
-        candidate, baseline: values of independent units (users) of each arm.
-        margin: relative change that does not matter.
-        lower_is_better: which direction is good.
-        alpha: chance that the interval is ever wrong.
-        tau: relative change that the interval is tuned to; default: the margin.
+        candidate, baseline: summary of the independent units (users) of each arm.
+        margin: largest relative change that does not matter.
+        lower_is_better: True for a loss.
+        alpha: probability that the interval is ever wrong.
+        tau: relative change for which the interval is tightest; by default the margin.
 
     Returns:
-        Estimate, interval and one of the four verdicts.
+        Relative change, interval and verdict.
 
     Example:
         >>> compare_anytime(Moments(5000, 1.10, 1.0), Moments(5000, 1.0, 1.0), margin=0.02).verdict
@@ -115,11 +120,11 @@ def compare_anytime(
 
 
 def check_ratio_anytime(observed: Sequence[int], ratio: Sequence[float]) -> float:
-    """A p-value for counts per arm against the ratio asked for, valid at any time.
+    """Return a p-value for counts per arm against the intended ratio, valid at any time.
 
     Args:
         observed: units per arm so far.
-        ratio: positive numbers; they are normalised.
+        ratio: positive numbers; they are normalized.
 
     Returns:
         The p-value.

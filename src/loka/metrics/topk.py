@@ -7,17 +7,17 @@ With T the relevant items of a query and r the 0-based position of an item:
     NDCG@K   = sum over relevant with r < K of 1 / log2(r + 2), over the same sum for the first min(|T|, K) positions
     MRR      = 1 / (1 + r) of the best relevant item
 
-Two ways in, into the same sums:
+Queries can be added in two ways:
 
-- `update_scores(scores [B, C], target [B])`: one relevant item, the full catalogue scored. Tied scores are averaged
+- `update_scores(scores [B, C], target [B])`: one relevant item, the full catalog scored. Tied scores are averaged
   over all their orders (the expectation under random tie-breaking), so a model that scores everything alike gets K / C
-  and not 1. For catalogues too large for one matrix, `update_ranks(better, tied)` takes the two counts that decide it;
-  `rank_target` computes them.
+  and not 1. For catalogs too large for one matrix, `update_ranks(better, tied)` takes the two counts that determine the
+  rank; `rank_target` computes them.
 - `update(recommended [B, N], targets [B, T])`: ordered lists, as beam search returns them, both padded with -1. MRR is
   then truncated at N: a target outside the list scores 0.
 
-A query without a relevant item is left out and counted. K above the list or catalogue length raises: HR@50 of ten items
-is not HR@50.
+A query without a relevant item is left out and counted. A K above the list or catalog length raises, because HR@50 of
+ten items is not HR@50.
 """
 
 import math
@@ -43,10 +43,10 @@ class TopKResult:
 
 
 def rank_target(scores: Tensor, target: Tensor, *, exclude: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """How many candidates score strictly better than the target, and how many (the target included) score the same.
+    """Count the candidates that score strictly better than the target, and those that score the same, target included.
 
-    `exclude` (bool [B, C]) takes candidates out of the ranking, e.g. items already seen; the target itself must stay in.
-    NaN anywhere in `scores` raises: a NaN has no rank.
+    `exclude` (bool [B, C]) removes candidates from the ranking, e.g. items already seen, but must not remove the
+    target. NaN anywhere in `scores` raises, because a NaN has no rank.
     """
     _check_scores(scores, target)
     if bool(torch.isnan(scores).any()):
@@ -66,7 +66,7 @@ class TopK(Metric[TopKResult]):
     """HR@K, recall@K, NDCG@K for every K, and MRR.
 
     Args:
-        ks: how long a list may be.
+        ks: the list lengths K.
 
     Example:
         >>> top = TopK((10,))
@@ -83,13 +83,13 @@ class TopK(Metric[TopKResult]):
         self._add_sums(torch.int64, "queries", "without_target")
 
     def update_scores(self, scores: Tensor, target: Tensor, *, exclude: Tensor | None = None) -> None:
-        """Add queries with one relevant item each: scores of the full catalogue [B, C] and the target's column [B]."""
+        """Add queries with one relevant item each: scores of the full catalog [B, C] and the target's column [B]."""
         better, tied = rank_target(scores, target, exclude=exclude)
         self._check_length(scores.shape[1], "catalogue")
         self.update_ranks(better, tied)
 
     def update_ranks(self, better: Tensor, tied: Tensor) -> None:
-        """Add queries given how many candidates beat the target, and how many tie with it (itself included, so at least 1)."""
+        """Add queries by the number of candidates that beat the target and that tie with it (at least 1: itself)."""
         better, tied = self._place(better, tied)
         if better.shape != tied.shape or better.dim() != 1:
             raise ValueError(f"better {tuple(better.shape)} and tied {tuple(tied.shape)} must be vectors of one length")
@@ -99,7 +99,7 @@ class TopK(Metric[TopKResult]):
             return
         last = better + tied
         discounts = self._discounts(max(self.ks))
-        harmonic = _accumulate(1.0 / torch.arange(1, int(last.max()) + 1, dtype=torch.float64, device=self.device))
+        harmonic = _prefix_sums(1.0 / torch.arange(1, int(last.max()) + 1, dtype=torch.float64, device=self.device))
         for index, k in enumerate(self.ks):
             hit = (last.clamp(max=k) - better.clamp(max=k)).double() / tied
             self._sums["hit"][index] += hit.sum()
@@ -136,7 +136,7 @@ class TopK(Metric[TopKResult]):
         self._sums["without_target"] += (~usable).sum()
 
     def compute(self) -> TopKResult:
-        """The means; NaN when there was no query."""
+        """Return the means over queries; NaN without queries."""
         queries = int(self._sums["queries"])
 
         def mean(name: str) -> dict[int, float]:
@@ -153,15 +153,15 @@ class TopK(Metric[TopKResult]):
         )
 
     def _discounts(self, length: int) -> Tensor:
-        """Entry j is the sum of 1 / log2(r + 2) over positions r < j: gains of an ideal list of j items."""
-        return _accumulate(1.0 / torch.log2(torch.arange(2, length + 2, dtype=torch.float64, device=self.device)))
+        """Return a table: entry j is the sum of 1 / log2(r + 2) over r < j, the gain of an ideal list of j items."""
+        return _prefix_sums(1.0 / torch.log2(torch.arange(2, length + 2, dtype=torch.float64, device=self.device)))
 
     def _check_length(self, length: int, what: str) -> None:
         if max(self.ks) > length:
             raise ValueError(f"K={max(self.ks)} exceeds the {what} of {length}: ask for a smaller K or rank more items")
 
 
-def _accumulate(terms: Tensor) -> Tensor:
+def _prefix_sums(terms: Tensor) -> Tensor:
     return torch.cat([terms.new_zeros(1), terms.cumsum(0)])
 
 

@@ -1,6 +1,7 @@
 """probe: observe a model while it trains and predict which of its GEMMs tolerate low precision.
 
-Hooks collect online statistics and a few real rows from any nn.Module; an evaluation then measures candidates and gives verdicts.
+Hooks collect online statistics and a few real rows from any nn.Module; an evaluation then measures candidates and gives
+verdicts.
 """
 
 from loka.probe.adapter import Adapter, register

@@ -1,4 +1,4 @@
-"""Which modules are sites, and how their operands map to one GEMM: out = a b^T, where the rows of a come from the module's input.
+"""Which modules are sites, and how their operands map to one GEMM out = a b^T. Rows of a come from the module's input.
 
     linear      nn.Linear (and what replaces it)       a = x [..., K]             b = W [N, K]
                 transformers' Conv1D                   a = x [..., K]             b = W [K, N], transposed
@@ -6,7 +6,7 @@
     mixed       loka.nn.FeatureMix                     a = columns of x [B, K, d] b = W [N, K]
     batched     FactorizationMachine, DotInteraction,  a = rows of the first      b = the second operand of one example,
                 DotProductAttention (Q K^T)                operand                    an activation
-    lookup      nn.Embedding, nn.EmbeddingBag          no GEMM: statistics of the table, of its output (as "x") and of its gradient
+    lookup      nn.Embedding, nn.EmbeddingBag          no GEMM: statistics of table, output (as "x") and gradient
 
 To observe other modules, call `register(MyModule, Adapter(...))` before creating a Probe. Subclasses are included.
 """
@@ -51,7 +51,8 @@ class Adapter:
 
     Args:
         kind: the kind of site, see `loka.probe.adapter`.
-        operands: (module, args, kwargs) -> the input, and the second operand [..., N, K] if that is not a weight, else None.
+        operands: (module, args, kwargs) -> the input, and the second operand [..., N, K] if that is not a weight, else
+            None.
         weight: module -> the weight [N, K] or [experts, N, K]; None if there is no weight.
         channel: the contracted dimension of the input, and the column dimension of the output.
         gradient: True if the output is the product itself, so that its gradient is an operand of dgrad and wgrad.

@@ -1,19 +1,20 @@
-"""Why a GEMM is hard, tested: take a suspected cause away, leave everything else as it was, and measure again.
+"""Causes of a large GEMM error, found by intervention: remove one suspected cause at a time and measure again.
 
-A statistic beside an error is a coincidence until the error goes away with it. Each suspicion is an intervention on one operand:
+A suspicious statistic is only a coincidence until the error disappears with it. Each suspicion changes one operand:
 
     outlier channels    channels whose absmax exceeds 8 x the median channel's are scaled down to the median
     mean                the mean of every channel over the rows is subtracted: "bias dominates amax"
     sizes of rows       every row is divided by its absmax (only where rows share a scale)
     tails               elements beyond 4 x the rms of their scaling group are clipped to it: range inside a group
 
-The product of the changed operands has a reference of its own, so only the low-precision error is compared. A cause counts when the error falls
-by half, or from above the limit to below it. Two more cannot be taken away, and are recognised instead:
+The product of the changed operands has its own reference, so only the low-precision error is compared. A cause counts
+if the error falls by half, or from above the limit to below it. Two more causes cannot be removed and are detected
+instead:
 
-    cancellation        the terms of a sum are far larger than the sum: the error is small against the terms, large against the result
+    cancellation        the terms of a sum are far larger than the sum, and so is their error
     the limit           N(0, 1) operands of the same shape exceed it too: this format cannot meet it anywhere
 
-What would help is named after `loka.mods`: it is advice, not a measurement.
+The suggested remedy is the name of a mod (`loka.mods`). It is advice, not a measurement.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ NAMES: dict[Role, str] = {"x": "the input", "w": "the weight", "dy": "the output
 OUTLIER = 8.0
 TAIL = 4.0
 MAX_ROWS = 512
-CANCELLING = 8.0  # the terms are this many times larger than their sum
+CANCELLING = 8.0  # terms this many times larger than their sum count as cancellation
 MAX_CAUSES = 3
 
 MODS = {
@@ -48,7 +49,7 @@ MODS = {
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Something that may be the cause: what it is, the operand without it, and the mod that would take it away."""
+    """A possible cause: its description, the operand without it, and the mod that would remove it."""
 
     text: str
     without: Tensor
@@ -56,7 +57,7 @@ class Suspicion:
 
 
 def find_causes(problem: Problem, trial: Trial, limit: float) -> list[Cause]:
-    """The causes that hold, strongest first; empty where none of the tested ones does."""
+    """Return the confirmed causes, strongest first."""
     error = measure_error(problem, trial)
     found = []
     for place, role in enumerate(OPERANDS[problem.gemm]):
@@ -71,20 +72,25 @@ def find_causes(problem: Problem, trial: Trial, limit: float) -> list[Cause]:
 
 
 def measure_error(problem: Problem, trial: Trial) -> float:
-    """MERE in fprop, relative L2 in the gradient GEMMs; infinite where it is not a number."""
+    """Measure MERE in fprop, relative L2 in the gradient GEMMs; infinity instead of NaN."""
     mere, l2, *_ = summarise(*run_rows(problem, trial, problem.reference()))
     error = mere if problem.gemm == "fprop" else l2
     return error if error == error else float("inf")
 
 
 def suspect(operand: Tensor, spec: Spec, role: Role, gemm: Gemm) -> list[Suspicion]:
-    """What may be wrong with one operand [rows, contracted]."""
+    """Return the possible causes in one operand [rows, contracted]."""
     finite = operand.nan_to_num(0.0, 0.0, 0.0)
-    tests: tuple[Callable[[Tensor, Spec, Role, Gemm], Suspicion | None], ...] = (_outliers, _mean, _sizes, _tails)
+    tests: tuple[Callable[[Tensor, Spec, Role, Gemm], Suspicion | None], ...] = (
+        _suspect_outliers,
+        _suspect_mean,
+        _suspect_row_sizes,
+        _suspect_tails,
+    )
     return [suspicion for test in tests if (suspicion := test(finite, spec, role, gemm)) is not None]
 
 
-def _outliers(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
+def _suspect_outliers(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     peaks = x.abs().amax(0)
     alive = peaks[peaks > 0]
     if alive.numel() < 2:
@@ -101,7 +107,7 @@ def _outliers(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None
     return Suspicion(text, x * factor, MODS["block_norm"] if role == "x" else None)
 
 
-def _mean(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
+def _suspect_mean(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     if role == "w":
         return None
     axis = 1 if gemm == "wgrad" else 0  # over the examples
@@ -115,7 +121,7 @@ def _mean(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     return Suspicion(text, x - mean, MODS["no_bias"] if role == "x" else None)
 
 
-def _sizes(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
+def _suspect_row_sizes(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     if spec.block.rows == 1:
         return None
     peaks = x.abs().amax(1, keepdim=True)
@@ -129,14 +135,14 @@ def _sizes(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     return Suspicion(text, scaled, MODS["block_norm"] if role == "x" else None)
 
 
-def _tails(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
+def _suspect_tails(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     width = spec.block.cols if spec.block.cols > 0 else x.shape[1]
     parts = torch.split(x, max(width, 1), dim=1)
     clipped, octaves = [], 0.0
     for part in parts:
         bound = TAIL * part.square().mean(1, keepdim=True).sqrt()
         clipped.append(part.clamp(-bound, bound))
-        octaves = max(octaves, _range(part))
+        octaves = max(octaves, _measure_range(part))
     without = torch.cat(clipped, 1)
     if torch.equal(without, x):
         return None
@@ -145,8 +151,8 @@ def _tails(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     return Suspicion(text, without, MODS["norm_order"] if role == "x" else None)
 
 
-def _range(part: Tensor) -> float:
-    """Octaves between the median magnitude of a row's non-zero elements and its largest; the median over the rows."""
+def _measure_range(part: Tensor) -> float:
+    """Return log2 of (largest / median magnitude) of a row's non-zero elements, as the median over rows."""
     magnitude = part.abs()
     known = torch.where(magnitude > 0, magnitude, torch.full_like(magnitude, torch.nan))
     ratio = known.nan_to_num(0.0).amax(1) / known.nanmedian(1).values
@@ -155,7 +161,7 @@ def _range(part: Tensor) -> float:
 
 
 def recognise(problem: Problem, trial: Trial, error: float, limit: float) -> list[Cause]:
-    """Causes that cannot be taken away."""
+    """Detect causes that cannot be removed: cancellation, and a limit below the format's own error."""
     found = []
     terms = (problem.a.double().square() @ problem.b.double().square().T).sum().sqrt()
     ratio = float(terms / problem.reference().norm().clamp(min=torch.finfo(torch.float64).tiny))
@@ -172,7 +178,7 @@ def recognise(problem: Problem, trial: Trial, error: float, limit: float) -> lis
 
 
 def operands_from(watch: Watch, gemm: Gemm, source: Source, generator: torch.Generator) -> Problem:
-    """A problem to test causes on: of the origin that decided, at most MAX_ROWS rows."""
+    """Return a problem to test causes on: operands from the source that decided, at most MAX_ROWS rows."""
     problem = rows_of(watch, gemm)
     outputs = Outputs.choose(problem, generator)
     if source != "rows":

@@ -1,8 +1,10 @@
-"""Seeing inside a chain: on sampled steps its calls are traced, and every link is shown to the watch of its linear.
+"""Observing chains: on sampled steps, calls of a chain are traced, and every link is passed to the watch of its linear.
 
-A watched linear carries a tap. A chain that begins there asks it in every call, which is one `if` on other steps. On a sampled one the tap chooses rows, traces the chain on a copy
-(`loka.lowp.chain_trace`), and hands each linear's watch its rows of x, W and later dy, before they were rounded and as the chain multiplied them. Chains that are placed, split or released
-while a probe is attached are seen from the next step on. In a compiled model the tap is the same two ops as any site's (`loka.probe.seeing`).
+Every linear carries a tap. A chain that begins at that linear checks the tap in every call, which costs one `if` on
+other steps. On a sampled step the tap chooses rows, runs the chain a second time (`loka.lowp.chain_trace`), and passes
+to each linear's watch its rows of x, W and later dy, before rounding and as the chain multiplied them. Chains that are
+placed, split or released while a probe is attached are observed from the next step on. In a compiled model the tap uses
+the same two ops as any site (`loka.probe.seeing`).
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from loka.probe.watch import Watch
 
 
 class _Unsaved:
-    """A copy of a model, or a saved one, is not watched."""
+    """Becomes None when copied or pickled, so that a copied or saved model is not observed."""
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -32,7 +34,7 @@ class _Unsaved:
 
 
 class _Taps(_Unsaved):
-    """Several probes at one head: each sees the chain as if it were alone."""
+    """The taps of several probes at one head. Each observes the chain independently."""
 
     def __init__(self, taps: tuple["ChainTap", ...]) -> None:
         self.taps = taps
@@ -48,20 +50,20 @@ class _Taps(_Unsaved):
         return y
 
 
-def _attached(head: nn.Module) -> tuple["ChainTap", ...]:
+def _taps_at(head: nn.Module) -> tuple["ChainTap", ...]:
     found = head.__dict__.get(TAP)
     return () if found is None else found.taps if isinstance(found, _Taps) else (found,)
 
 
 def attach(tap: "ChainTap") -> None:
-    """Show the chain that begins at its head to a tap, beside those that are there."""
-    taps = (*_attached(tap.head), tap)
+    """Attach a tap to its head, in addition to those already there."""
+    taps = (*_taps_at(tap.head), tap)
     tap.head.__dict__[TAP] = tap if len(taps) == 1 else _Taps(taps)
 
 
 def detach(tap: "ChainTap") -> None:
-    """Take a tap away; the others stay."""
-    taps = tuple(other for other in _attached(tap.head) if other is not tap)
+    """Remove a tap from its head. Other taps stay."""
+    taps = tuple(other for other in _taps_at(tap.head) if other is not tap)
     if taps:
         tap.head.__dict__[TAP] = taps[0] if len(taps) == 1 else _Taps(taps)
     else:
@@ -69,15 +71,15 @@ def detach(tap: "ChainTap") -> None:
 
 
 class ChainTap(_Unsaved):
-    """Watches a chain through its first linear: every call of the chain passes here.
+    """Observes the chain that begins at a linear.
 
     Args:
-        switch: whether the step has a look.
+        switch: whether the current step is sampled.
         head: the linear.
-        watches: of all watched modules, by their id.
+        watches: watches of all observed modules, by the module's id.
         loss: counts the calls of the model.
-        rows: how many are looked at.
-        seed: for the choice of rows.
+        rows: number of rows to sample.
+        seed: seed for the choice of rows.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class ChainTap(_Unsaved):
         self._pending: dict[int, tuple[Trace, list[tuple[Watch | None, int]]]] = {}
         self._seen: set[int] = set()
         self.number = enroll(self)
-        first = next(head.parameters(), None)  # not `head.weight`: reading a parametrised one may change it
+        first = next(head.parameters(), None)  # not `head.weight`: reading a parametrized weight may change its state
         self.token = torch.zeros(1, dtype=torch.int32, device=None if first is None else first.device)
         self.grad_token = self.token.clone()
 
     @property
     def on(self) -> bool:
-        """Whether the step now running has a look."""
+        """Whether the current step is sampled."""
         return self._switch.on and (torch.is_grad_enabled() or self._switch.ungraded)
 
     def see(self, chain: Chain, x: Tensor, y: Tensor, seed: Tensor | None) -> Tensor:
-        """One call of the chain. Never raises, and changes no number."""
+        """Observe one call of the chain. Never raises; returns y with unchanged values."""
         graded = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             with torch.no_grad():
@@ -121,15 +123,15 @@ class ChainTap(_Unsaved):
         graded: bool = True,
         dtype: torch.dtype | None = None,
     ) -> int:
-        """What came in; returns the ticket to bring with the gradient of what went out. `right` is what dropout was drawn from."""
+        """Record the chain's input; returns the ticket for the gradient of its output. `right` is the dropout seed."""
         chain = chain_of(self.head)
-        if chain is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph would replay the look
+        if chain is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # must not be captured
             return NO_TICKET
         watches = [self._watches.get(id(linear)) for linear in chain.linears]
         if not any(watch is not None and watch.on and watch.off is None for watch in watches):
             return NO_TICKET
         try:
-            if inside_backward() and self._pending:  # the recomputation of a checkpoint, last call first
+            if inside_backward() and self._pending:  # checkpoint recomputation, last call first
                 waiting = [ticket for ticket in self._pending if ticket not in self._seen]
                 return waiting[-1] if waiting else NO_TICKET
             with torch.autocast(x.device.type, enabled=False):
@@ -159,7 +161,7 @@ class ChainTap(_Unsaved):
         trace = Trace(chain, x, dtype, index, graded=graded, seed=seed) if count else None
         tickets: list[tuple[Watch | None, int]] = []
         for at, (linear, watch) in enumerate(zip(chain.linears, watches, strict=True)):
-            if watch is None:  # filtered out by the user
+            if watch is None:  # excluded by module_filter_fn
                 tickets.append((None, NO_TICKET))
                 continue
             if trace is None:
@@ -176,7 +178,7 @@ class ChainTap(_Unsaved):
         return ticket
 
     def see_backward(self, ticket: int, dy: Tensor) -> None:
-        """The gradient of what went out; a second one for the same call is not counted."""
+        """Record the gradient of the chain's output. A second gradient for the same call is ignored."""
         if ticket not in self._pending or ticket in self._seen:
             return
         self._seen.add(ticket)
@@ -188,17 +190,17 @@ class ChainTap(_Unsaved):
             _switch_off([watch for watch, _ in tickets], "looking into the backward pass of a chain", error)
 
     def finish(self) -> None:
-        """The step is over: show the links' gradients to their watches, and forget the step."""
+        """End the step: pass the gradients of the links to their watches, and drop the traces."""
         pending, self._pending, self._seen = self._pending, {}, set()
         for trace, tickets in pending.values():
             try:
                 if trace.finish():
-                    self._show(trace, tickets)
+                    self._pass_gradients(trace, tickets)
             except Exception as error:
                 _switch_off([watch for watch, _ in tickets], "learning from the backward pass of a chain", error)
 
     @staticmethod
-    def _show(trace: Trace, tickets: list[tuple[Watch | None, int]]) -> None:
+    def _pass_gradients(trace: Trace, tickets: list[tuple[Watch | None, int]]) -> None:
         for (watch, number), link in zip(tickets, trace.links, strict=True):
             if watch is not None:
                 assert link.dy is not None
@@ -215,6 +217,6 @@ def _switch_off(watches: list[Watch | None], doing: str, error: BaseException) -
 
 
 def follows_head(module: nn.Module) -> nn.Module | None:
-    """The head of the chain a linear runs in, where it is another one: they have their looks together."""
+    """Return the head of the chain that a linear runs in, or None if it is in none or is itself the head."""
     chain = chain_of(module)
     return None if chain is None or chain.linears[0] is module else chain.linears[0]

@@ -1,7 +1,9 @@
-"""The chains of a probed model: those that are placed in it; else those that could be, found by running it on inputs that Probe saw.
+"""The chains of a probed model: those already placed in it, else those that could be.
 
-Finding them takes an example, because only a forward pass shows what feeds what (`loka.units`). A probe keeps the inputs of some sampled calls for it. Where running the model is a collective
-call (sharded parameters, SyncBatchNorm), an evaluation on one rank would wait for the others for ever: there only an example that is given counts, and the call is made on every rank.
+Finding them takes an example input, because only a forward pass shows which layer feeds which (`loka.units`). A probe
+keeps the inputs of some sampled calls for this purpose. If running the model is a collective call (sharded parameters,
+SyncBatchNorm), an evaluation on one rank would wait for the others forever; then the caller must pass an example, on
+every rank.
 """
 
 import copy
@@ -23,11 +25,11 @@ from loka.records import Magnitude, UnitPlan
 from loka.units import Example, Steps, describe_chain, discover
 from loka.units.example import call_model
 
-KEPT = 4  # calls whose inputs are kept
+KEPT = 4  # number of calls whose inputs are kept
 
 
 class ExampleKeeper:
-    """Keeps copies of the inputs of the first sampled calls of a model: another input may take another path."""
+    """Keeps copies of the inputs of the first few sampled calls, because different inputs may take different paths."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
@@ -35,7 +37,7 @@ class ExampleKeeper:
         self.missing = "no sampled step called the model"
 
     def make_hook(self) -> Callable[..., None]:
-        """A forward pre-hook of the outermost module. Never raises."""
+        """Make the forward pre-hook of the outermost module. It never raises."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling() or len(self.examples) == KEPT or not self._switch.on:
@@ -55,7 +57,7 @@ def _copy(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class FoundChains:
-    """Chains with the magnitudes that were seen at their linears; linears in none, and why; why none were looked for."""
+    """Chains with observed magnitudes, linears in no chain with the reason (`alone`), or why none were sought."""
 
     units: list[UnitPlan] = field(default_factory=list)
     alone: dict[str, str] = field(default_factory=dict)
@@ -63,11 +65,11 @@ class FoundChains:
 
 
 def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapping[str, Watch]) -> FoundChains:
-    """The chains of a model that are placed, or could be. Nothing is raised: what stands in the way is the reason."""
+    """Find the chains that are placed in a model, or could be. Never raises; problems are reported in `reason`."""
     placed = [describe_chain(model, chain) for _, chain in chains_of(model)]
     if placed:
         return FoundChains(placed)
-    if given is None and (why := _is_collective(model)):
+    if given is None and (why := _find_collective(model)):
         return FoundChains(reason=f"{why}, so running the model is a call of all ranks; hint: probe.evaluate(example=batch) on every rank")  # fmt: skip
     if given is None and not kept.examples and not hasattr(model, "example_inputs"):
         return FoundChains(reason=f"finding chains takes an example, and {kept.missing}; hint: probe.evaluate(example=batch)")  # fmt: skip
@@ -79,8 +81,8 @@ def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapp
     return FoundChains([_with_magnitudes(unit, watches) for unit in found.units], found.alone)
 
 
-def _is_collective(model: nn.Module) -> str | None:
-    """What in a model talks to other ranks when it runs."""
+def _find_collective(model: nn.Module) -> str | None:
+    """Return what in a model communicates with other ranks when it runs, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     if any(is_sharded(p) for p in model.parameters()):
@@ -92,7 +94,7 @@ def _is_collective(model: nn.Module) -> str | None:
 
 
 def _with_magnitudes(unit: UnitPlan, watches: Mapping[str, Watch]) -> UnitPlan:
-    """First scales from what was seen. What a link hands on is the next one's x; nobody sees it behind the last."""
+    """Add observed magnitudes, for the initial scales. A link's output is the next link's x; the last link has none."""
     seen = {
         name: {role: float(value) for role, value in watches[name].tally.largest.items()}
         for name in unit.linears

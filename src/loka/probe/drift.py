@@ -1,19 +1,20 @@
-"""Drift: which operands moved while the model trained, when, and whether the verdict would be another one now.
+"""Drift: which operand statistics moved during training, when, and whether the verdict would be different now.
 
-Every look leaves its moments and its absmax; windows group them (`loka.probe.window`). For each operand the windows are walked in order against a
-reference, the first window. A window has moved in a feature when its mean over looks differs from the reference's by more than a size that
-matters to a number format, and by more than four standard errors:
+Every look records its moments and its absmax; windows group them (`loka.probe.window`). For each operand, the windows
+are compared in order with a reference, initially the first window. A window has moved in a feature if its mean over
+looks differs from the reference by an amount that matters to a number format, and by more than four standard errors:
 
     absmax, std, tail = absmax / std      half an octave (log2): a static or delayed scale is off by that much
     kurtosis (+ 3)                        one octave
     zeros                                 a tenth of the elements
     histogram                             the means of log2 |x| differ by half an octave
 
-The standard error is that of looks inside windows. A window that moved becomes the new reference, so slow and sudden changes both end up as dated
-moves, and what returns is a second move. Between ranks looks of one step are separate looks.
+The standard error comes from the spread of looks within windows. A window that moved becomes the new reference, so slow
+and sudden changes both become dated moves, and a return is a second move. Looks of one step on different ranks are
+separate looks.
 
-A move need not matter: scales follow absmax. Whether it does is asked of a judge, which is given the site as its first window showed it and as its
-latest does, and whose answers are compared.
+A move need not matter, because scales follow absmax. To find out, a judge is called with the site as of its first
+window and as of its latest, and its answers are compared.
 """
 
 import math
@@ -30,7 +31,7 @@ from loka.probe.window import ROLES
 from loka.records import DriftReport, Feature, Move, Role, VerdictChange
 
 Judge = Callable[[Watch], str]
-"""What would be decided about a site that looks like this; any two answers that differ are a change."""
+"""Returns the decision about a site as text. Two different texts count as a change."""
 SIGMAS = 4.0
 MATTERS: dict[Feature, float] = {
     "absmax": 0.5,
@@ -44,7 +45,7 @@ MATTERS: dict[Feature, float] = {
 
 @dataclass(frozen=True)
 class Span:
-    """One window of one operand: features by look [looks, features], and the mean of log2 |x|."""
+    """One window of one operand: features per look [looks, features], and the mean of log2 |x|."""
 
     start: int
     looks: Tensor
@@ -52,7 +53,7 @@ class Span:
 
 
 def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | None = None) -> DriftReport:
-    """Compare windows of every site; with a judge, also its answers for the sites that moved."""
+    """Compare the windows of every site; with a judge, also its decisions about the sites that moved."""
     moves: list[Move] = []
     too_short, length = [], 0
     for watch in watches:
@@ -77,7 +78,7 @@ def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | N
 
 
 def would_change(watches: list[Watch], judge: Judge, *, sites: set[str] | None = None) -> list[VerdictChange]:
-    """Sites that the judge decides differently about on their latest rows than on their first."""
+    """Return the sites whose decision differs between their first and their latest window."""
     changes = []
     for watch in watches:
         if (
@@ -93,7 +94,7 @@ def would_change(watches: list[Watch], judge: Judge, *, sites: set[str] | None =
 
 
 def survey_judge(settings: Settings, *, seed: int = 0) -> Judge:
-    """The verdict of an evaluation: which GEMMs are safe."""
+    """Make a judge that evaluates a site and returns which of its GEMMs are safe."""
     survey = Survey(settings, seed=seed)
 
     def judge(watch: Watch) -> str:
@@ -104,7 +105,7 @@ def survey_judge(settings: Settings, *, seed: int = 0) -> Judge:
 
 
 def spans_of(watch: Watch, role: Role) -> Iterator[Span]:
-    """The windows of one operand that hold any look; the one still running is the last."""
+    """Yield the windows of one operand that contain a look. The last one is still open."""
     learned = watch.learned
     assert learned is not None
     windows, statistics = learned.windows, learned.statistics[role]
@@ -118,7 +119,7 @@ def spans_of(watch: Watch, role: Role) -> Iterator[Span]:
 
 
 def features_of(looks: Tensor) -> Tensor:
-    """[looks, 5]: log2 absmax, log2 std, log2 tail, log2 (kurtosis + 3), share of zeros; NaN where there is nothing to take a logarithm of."""
+    """Return [looks, 5]: log2 of absmax, std, tail and (kurtosis + 3), and the share of zeros; NaN for log2 of zero."""
     count, _, m2, _, m4, zeros, _, absmax, _ = (looks[:, COLUMNS.index(name)] for name in COLUMNS)
     size = count.clamp(min=1)
     variance = m2 / size
@@ -130,7 +131,7 @@ def features_of(looks: Tensor) -> Tensor:
 
 
 def mean_level(bins: Tensor) -> float | None:
-    """Mean log2 |x| of the elements that are not zero, from their histogram; the lowest octave, where zeros are counted too, is left out."""
+    """Return the mean log2 |x| of non-zero elements from a histogram, without the lowest octave, where zeros are."""
     counts = bins.cpu().double()[FINE : OCTAVES * FINE]
     total = float(counts.sum())
     places = torch.arange(FINE, OCTAVES * FINE, dtype=torch.float64)
@@ -143,16 +144,16 @@ NAMES: tuple[Feature, ...] = ("absmax", "std", "tail", "kurtosis", "zeros")
 
 
 def compare_spans(site: str, role: Role, spans: list[Span]) -> list[Move]:
-    """Moves of one operand, feature by feature."""
+    """Find the moves of one operand in every feature."""
     moves: list[Move] = []
     for column, feature in enumerate(NAMES):
         series = [(span.start, span.looks[:, column][~span.looks[:, column].isnan()]) for span in spans]
-        moves += _walk(site, role, feature, [(start, values) for start, values in series if len(values)])
+        moves += _find_moves(site, role, feature, [(start, values) for start, values in series if len(values)])
     levels = [(span.start, torch.tensor([span.level], dtype=torch.float64)) for span in spans if span.level is not None]
-    return moves + _walk(site, role, "histogram", levels)
+    return moves + _find_moves(site, role, "histogram", levels)
 
 
-def _walk(site: str, role: Role, feature: Feature, series: list[tuple[int, Tensor]]) -> list[Move]:
+def _find_moves(site: str, role: Role, feature: Feature, series: list[tuple[int, Tensor]]) -> list[Move]:
     moves: list[Move] = []
     if not series:
         return moves

@@ -1,17 +1,18 @@
-"""Engine: how a candidate quantizes and multiplies, and the conformance gate it must pass before its errors are measured.
+"""Engine: how a candidate quantizes and multiplies, and the conformance gate it must pass before it is measured.
 
-An engine is a quantizer and a GEMM backend under one name. It usually comes from the kernel registry, but any object with the
-same two methods can be evaluated: a custom kernel, or a deliberately broken one to check that the gate rejects it.
+An engine is a quantizer and a GEMM backend under one name. It usually comes from the kernel registry, but any object
+with the same two methods can be evaluated: a custom kernel, or a deliberately broken one to check that the gate rejects
+it.
 
-The gate checks that the engine computes what it claims, at the site's actual shape, because a kernel can be right at one shape
-and wrong at the next (`loka.measure.gate`):
+The gate checks that the engine computes what it claims, at the site's actual shape, because a kernel can be right at
+one shape and wrong at the next (`loka.measure.gate`):
 
     quantizer   bit-identical to the reference on float32 and bf16 inputs
-    GEMM        every element within accumulation error of the reference on the same quantized operands, in each of 36 calls
+    GEMM        every element within accumulation error of the reference on the same quantized operands, in 36 calls
 
-The gate does not say whether FP8 is accurate enough; that is measured on the site's own distributions. Neither check replaces
-the other: a scale that is 10 % off passes an error bound of 0.2, and a kernel that is right on zero-mean inputs may still lose
-precision in a sum whose terms all have the same sign.
+The gate does not say whether FP8 is accurate enough; that is measured on the site's own distributions. Neither check
+replaces the other: a scale that is 10 % off passes an error bound of 0.2, and a kernel that is right on zero-mean
+inputs may still lose precision in a sum whose terms all have the same sign.
 """
 
 from collections.abc import Callable
@@ -71,7 +72,7 @@ class Gate:
     def refuse(
         self, engine: Engine, operands: GemmWay, shape: tuple[int, int, int], device: torch.device
     ) -> str | None:
-        """Return why a candidate may not run a GEMM of that shape (not supported, or wrong results), or None if it may."""
+        """Return why a candidate may not run a GEMM of that shape (not supported or wrong), or None if it may."""
         m, k, n = shape
         call = operands.call(m, k, n, out_dtype(device))
         verdict = engine.matmul.supports(call, device)

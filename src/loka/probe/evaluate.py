@@ -1,30 +1,33 @@
-"""Candidates on a site's own distributions: how far each way to run a GEMM is from high precision.
+"""Evaluate candidates on a site's own distributions: the error of each way to run a GEMM, compared with high precision.
 
-For every GEMM of a site, every recipe and every engine the operands are quantised and multiplied as the backend would, and compared with the
-float64 product of the unquantised operands:
+For every GEMM, recipe and engine, the operands are quantized and multiplied as the backend would, and the result is
+compared with the float64 product of the unquantized operands:
 
     fprop          guarded MERE    what the next layer sees
-    dgrad, wgrad   relative L2     what the optimiser sees: a sum, where element-wise errors of small entries do not matter
+    dgrad, wgrad   relative L2     what the optimizer sees: a sum, where errors of small entries do not matter
 
-Operands come from four origins (`loka.probe.problem`). A candidate is judged on the *worst* of rows, copula and gaussian, by the upper end of the
-interval: rows are what was seen, the copula is what the learned marginals say can be seen together, the Gaussian is what the published method
-draws and the only one with weights other than the actual one. Each misses something (rows: what the next thousand steps bring; the copula: how
-x and dy hang together; the Gaussian: tails), and a wrong "safe" costs a training run where a wrong "unsafe" costs a little speed. N(0, 1)
-never decides: it knows nothing about the site.
+Operands come from four sources (`loka.probe.problem`). A candidate is judged on the *worst* of rows, copula and
+gaussian, by the upper end of the interval. Rows are what was observed; the copula combines the learned correlation and
+marginals; the Gaussian is what the published method draws, and the only source with weights other than the actual one.
+Each misses something (rows: what the next thousand steps bring; the copula: the dependence of x and dy; the Gaussian:
+tails), and a wrong "safe" costs a training run while a wrong "unsafe" costs a little speed. N(0, 1) never decides,
+because it knows nothing about the site.
 
 Intervals are 95 % bootstraps:
 
-    rows       the rows are resampled, `samples` times; quantiles of the replicates, widened to contain the error of all rows
-    learned    up to `samples` draws of 16 rows, in a few products that share a weight; the mean and the bootstrap of the mean, resampling weights where
-               several draws share one. It stops early once the interval lies on one side of the limit. That the learned parameters are themselves
-               estimates is not in the interval.
-    wgrad      512 rows, whatever their origin; groups of 16 of them are resampled, the scales staying those of all rows
+    rows       rows are resampled `samples` times; quantiles of the replicates, widened to contain the error of all rows
+    learned    up to `samples` draws of 16 rows, in a few products that share a weight; bootstrap of the mean,
+               resampling weights if draws share one. Drawing stops early once the interval lies on one side of the
+               limit. The interval does not include the uncertainty of the learned parameters.
+    wgrad      512 rows from any source, resampled in groups of 16; the scales stay those of all rows
 
-A row's error does not depend on other rows but through a shared scale, which is that of all rows looked at: so a resample needs no new product, and an
-evaluation is a few large products per candidate and not thousands of small ones. Operands are quantised once for all candidates that share a Spec. Of wide
-results some blocks of outputs are looked at (`Outputs`), so that the cost of a site does not grow with the square of its width.
+The error of a row depends on other rows only through a shared scale, which is that of all sampled rows. So a resample
+needs no new product, and an evaluation is a few large products per candidate instead of thousands of small ones.
+Operands are quantized once for all candidates that share a Spec. Of wide results only some blocks of outputs are
+computed (`Outputs`), so that the cost does not grow with the square of the width.
 
-The conformance gate comes first (`loka.probe.engine`); what fails it has a refusal and no error. Times are `loka.probe.speed`'s business.
+The conformance gate runs first (`loka.probe.engine`); a candidate that fails has a refusal and no error.
+`loka.probe.speed` measures times.
 """
 
 import math
@@ -47,9 +50,9 @@ from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
 from loka.probe.watch import Watch
 from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
 
-ENOUGH = 25  # draws before an interval may decide
+ENOUGH = 25  # draws before drawing may stop early
 WGRAD_GROUPS = 32
-FEW_MERES = 8  # resamples of a weight gradient whose elements are compared one by one: its MERE is a column, not what it is judged by
+FEW_MERES = 8  # resamples of a weight gradient for which MERE is computed; MERE is reported there, but does not decide
 JUDGED: tuple[Source, ...] = ("rows", "copula", "gaussian")
 
 
@@ -62,14 +65,14 @@ class Trial:
     engine: Engine
 
     def describe(self, gemm: Gemm, refusal: str | None = None) -> Candidate:
-        """The record, without errors."""
+        """Return the record without errors."""
         a, b = str(self.operands.a), str(self.operands.b)
         return Candidate(gemm=gemm, recipe=self.recipe, backend=self.engine.name, a=a, b=b, refusal=refusal)
 
 
 @dataclass
 class Outcome:
-    """What a trial gave, while it is being measured."""
+    """The results of a trial so far."""
 
     trial: Trial
     errors: list[DistributionError] = field(default_factory=list)
@@ -77,7 +80,7 @@ class Outcome:
 
 
 class Evaluator:
-    """Evaluates the GEMMs of sites; remembers which engines passed the gate and what N(0, 1) said at which shape."""
+    """Evaluates the GEMMs of sites. Results on N(0, 1) are cached by shape."""
 
     def __init__(
         self,
@@ -99,12 +102,12 @@ class Evaluator:
         self.sources, self.judged_on = tuple(sources), tuple(judged_on)
         self._generator = torch.Generator().manual_seed(seed)
         self._gate = Gate() if gate else None
-        self._limits = dict(limits or {})  # where draws may stop early
+        self._limits = dict(limits or {})  # error limits that allow drawing to stop early
         self._normal: dict[tuple[object, ...], DistributionError | str] = {}
 
     @torch.no_grad()
     def evaluate(self, watch: Watch, gemm: Gemm) -> list[Candidate]:
-        """Every candidate of one GEMM; a recipe that leaves it in high precision has none."""
+        """Evaluate every candidate of one GEMM. Recipes that leave it in high precision have none."""
         outcomes = [
             Outcome(Trial(recipe.name, operands, engine))
             for recipe in self.recipes
@@ -153,11 +156,11 @@ class Evaluator:
 
 
 class _NothingLearnedError(ValueError):
-    """A distribution that cannot be drawn from."""
+    """The learned distribution cannot be drawn from."""
 
 
 def check_sources(sources: Sequence[str], judged_on: Sequence[str]) -> None:
-    """Refuse unknown origins, and a verdict on what is not measured."""
+    """Raise ValueError for unknown sources, or if `judged_on` names one that is not evaluated."""
     unknown = [s for s in (*sources, *judged_on) if s not in SOURCES]
     if unknown or not sources:
         raise ValueError(f"sources {unknown or 'are missing'}; there are {', '.join(SOURCES)}")
@@ -167,17 +170,19 @@ def check_sources(sources: Sequence[str], judged_on: Sequence[str]) -> None:
 
 
 def judge_errors(outcome: Outcome, gemm: Gemm, judged_on: Sequence[Source]) -> Candidate:
-    """The record of a candidate, with the entry that counts repeated at its top."""
+    """Return the record of a candidate, with the errors of its worst judged source copied to the top level."""
     bare = outcome.trial.describe(gemm, outcome.refusal)
     if outcome.refusal is not None:
         return bare
     measured = [
-        replace(_promote(bare, entry), errors=outcome.errors) for entry in outcome.errors if entry.source in judged_on
+        replace(_copy_errors(bare, entry), errors=outcome.errors)
+        for entry in outcome.errors
+        if entry.source in judged_on
     ]
     return max(measured, key=lambda c: error.high if (error := c.error) else 0.0)
 
 
-def _promote(bare: Candidate, entry: DistributionError) -> Candidate:
+def _copy_errors(bare: Candidate, entry: DistributionError) -> Candidate:
     return replace(
         bare,
         distribution=entry.source,
@@ -191,14 +196,14 @@ def _promote(bare: Candidate, entry: DistributionError) -> Candidate:
 
 
 class Quantized:
-    """The operands of one problem under every quantiser and Spec that is asked for, each made once, with what it loses."""
+    """Quantized operands of one problem with their saturation and underflow, cached by quantizer and Spec."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._made: dict[tuple[str, object, Spec], tuple[QTensor, Tensor, Tensor]] = {}
 
     def get(self, side: Literal["a", "b"], trial: Trial) -> tuple[QTensor, Tensor, Tensor]:
-        """(quantised, shares of each row that saturate, shares that vanish)."""
+        """Return (quantized operand, saturated share of each row, underflowed share of each row)."""
         operand = self._problem.a if side == "a" else self._problem.b
         spec = trial.operands.a if side == "a" else trial.operands.b
         key = (side, id(trial.engine.quantize), spec)
@@ -215,7 +220,7 @@ def _mean(values: Tensor) -> float:
 def run_rows(
     problem: Problem, trial: Trial, reference: Tensor, quantized: Quantized | None = None
 ) -> tuple[RowErrors, tuple[float, float]]:
-    """Errors of every row of the result, and the shares of b that saturate and vanish."""
+    """Return the errors of every row of the result, and the saturated and underflowed shares of b."""
     quantized = quantized or Quantized(problem)
     (qa, *lost), (qb, *of_b) = quantized.get("a", trial), quantized.get("b", trial)
     out = trial.engine.multiply(qa, qb, trial.operands)
@@ -223,13 +228,13 @@ def run_rows(
 
 
 def summarise(rows: RowErrors, of_b: tuple[float, float]) -> Values:
-    """The four numbers of one sample."""
+    """Return (MERE, relative L2, saturated, underflowed) over all rows."""
     everything = torch.arange(rows.mere.numel(), device=rows.mere.device)[None]
     return resample(rows, of_b, everything)[0]
 
 
 def resample(rows: RowErrors, of_b: tuple[float, float], index: Tensor) -> list[Values]:
-    """The four numbers of every sample of rows, [samples, rows] of indices, at once."""
+    """Return (MERE, relative L2, saturated, underflowed) for every resample. `index` is [samples, rows]."""
     size, error = rows.size[index].sum(1), rows.error[index].sum(1)
     l2 = torch.where(size > 0, (error / size.clamp(min=1e-300)).sqrt(), torch.where(error == 0, 0.0, torch.inf))
     saturated = rows.saturated[index].mean(1).clamp(min=of_b[0])
@@ -247,10 +252,13 @@ def measure_draws(
     samples: int = 100,
     limit: float | None = None,
 ) -> list[DistributionError | str]:
-    """Every trial on the same draws; a reason instead of an error where there is none. With a limit it stops once every interval is on one side."""
+    """Measure every trial on the same draws; a string instead of an error is the reason why there is none.
+
+    With a limit, drawing stops once every interval lies on one side of it.
+    """
     results: list[list[Values] | str] = [[] for _ in trials]
     weights: list[int] = []
-    for number, chunk in enumerate(_drawn(chunks)):
+    for number, chunk in enumerate(_catch_draw_errors(chunks)):
         if chunk.problem.gemm == "wgrad":
             return measure_wgrad(chunk.problem, trials, samples, generator, source)
         reference, quantized = chunk.problem.reference(), Quantized(chunk.problem)
@@ -263,25 +271,25 @@ def measure_draws(
                 continue
             try:
                 held += resample(*run_rows(chunk.problem, trial, reference, quantized), index)
-            except Exception as error:  # a backend that fails is an answer, not the end of the others
+            except Exception as error:  # a failing backend must not stop the others
                 results[place] = f"fails on {source} operands: {type(error).__name__}: {error}"
-        if limit is not None and all(isinstance(r, str) or _decided(r, limit) for r in results):
+        if limit is not None and all(isinstance(r, str) or _is_decided(r, limit) for r in results):
             break
     return [
         r if isinstance(r, str) else summarise_draws(r, weights, source, ROWS_PER_SAMPLE, generator) for r in results
     ]
 
 
-def _decided(values: Sequence[Values], limit: float) -> bool:
-    """Whether more draws could hardly move the mean to the other side of the limit: four standard errors away, from enough draws."""
+def _is_decided(values: Sequence[Values], limit: float) -> bool:
+    """Return whether enough draws put the mean four standard errors away from the limit, so that more are pointless."""
     if len(values) < ENOUGH:
         return False
     errors = torch.tensor([value[0] for value in values], dtype=torch.float64)
     return bool((errors.mean() - limit).abs() > 4 * errors.std() / math.sqrt(len(values)))
 
 
-def _drawn(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The same chunks; what drawing refuses is told apart from what a backend refuses."""
+def _catch_draw_errors(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Yield the chunks, turning errors of drawing into `_NothingLearnedError` to tell them from errors of a backend."""
     try:
         yield from chunks
     except ValueError as error:
@@ -291,7 +299,7 @@ def _drawn(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
 def measure_rows(
     problem: Problem, trials: Sequence[Trial], samples: int, generator: torch.Generator
 ) -> list[DistributionError | str]:
-    """Every trial on the kept rows, with the bootstrap over them."""
+    """Measure every trial on the kept rows, with a bootstrap over rows."""
     if problem.gemm == "wgrad":
         if problem.rows > MAX_WGRAD_ROWS:
             chosen = torch.randperm(problem.rows, generator=generator)[:MAX_WGRAD_ROWS]
@@ -310,24 +318,24 @@ def measure_rows(
 def measure_wgrad(
     problem: Problem, trials: Sequence[Trial], samples: int, generator: torch.Generator, source: Source
 ) -> list[DistributionError | str]:
-    """A weight gradient sums over its rows: groups of them are resampled, each group's part of the sum computed once.
+    """Measure a weight gradient, which sums over rows: groups of rows are resampled, using one partial sum per group.
 
-    The product itself is the engine's; the parts that tell how much it varies are sums of the same quantised operands.
+    The value itself comes from the engine; the partial sums for the interval use the same quantized operands.
     """
     reference, quantized = problem.reference(), Quantized(problem)
     groups = min(max(problem.rows // 2, 1), WGRAD_GROUPS)
     index = torch.randint(groups, (samples, groups), generator=generator)
     counts = torch.zeros(samples, groups).scatter_add_(1, index, torch.ones(samples, groups)).to(problem.a)
-    exact = _parts(problem.a, problem.b, groups).flatten(1)
-    sizes = _squares(counts, exact)
+    exact = _partial_sums(problem.a, problem.b, groups).flatten(1)
+    sizes = _squared_norms(counts, exact)
     few = counts[:FEW_MERES]
     references = (few @ exact).view(-1, *reference.shape)
 
     def replicate(trial: Trial) -> tuple[Values, list[Values]]:
         value = summarise(*run_rows(problem, trial, reference, quantized))
         (qa, *_), (qb, *_) = quantized.get("a", trial), quantized.get("b", trial)
-        low = _parts(qa.dequantize(), qb.dequantize(), groups).flatten(1)
-        l2 = (_squares(counts, low - exact) / sizes).sqrt().tolist()
+        low = _partial_sums(qa.dequantize(), qb.dequantize(), groups).flatten(1)
+        l2 = (_squared_norms(counts, low - exact) / sizes).sqrt().tolist()
         rows = compare_rows((few @ low).view(references.shape).flatten(0, 1), references.flatten(0, 1))[0]
         mere = rows.view(len(few), -1).mean(1).tolist()
         return value, [(mere[i % len(mere)], error, *value[2:]) for i, error in enumerate(l2)]
@@ -335,13 +343,13 @@ def measure_wgrad(
     return [_measure_trial(trial, replicate, source, samples, problem.rows) for trial in trials]
 
 
-def _squares(counts: Tensor, parts: Tensor) -> Tensor:
-    """Squared norms of sums of parts, for many ways to count them, from the parts' Gram matrix."""
+def _squared_norms(counts: Tensor, parts: Tensor) -> Tensor:
+    """Return the squared norm of each count-weighted sum of parts, from the Gram matrix of the parts."""
     return ((counts @ (parts @ parts.T)) * counts).sum(1)
 
 
-def _parts(a: Tensor, b: Tensor, groups: int) -> Tensor:
-    """a b^T in parts, one for every group of contracted columns: [groups, rows of a, rows of b]."""
+def _partial_sums(a: Tensor, b: Tensor, groups: int) -> Tensor:
+    """Split a b^T into one partial sum per group of contracted columns: [groups, rows of a, rows of b]."""
     padding = -a.shape[1] % groups
     a, b = (torch.nn.functional.pad(t.float(), (0, padding)).view(t.shape[0], groups, -1) for t in (a, b))
     return torch.einsum("ngr,kgr->gnk", a, b)
@@ -352,7 +360,7 @@ def _measure_trial(
 ) -> DistributionError | str:
     try:
         value, replicates = replicate(trial)
-    except Exception as error:  # a backend that fails is an answer, not the end of the others
+    except Exception as error:  # a failing backend must not stop the others
         return f"fails on {source} operands: {type(error).__name__}: {error}"
     bad = [r for r in (value, *replicates) if not all(math.isfinite(v) for v in r[:2])]
     if bad:

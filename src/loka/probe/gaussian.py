@@ -1,16 +1,16 @@
-"""The Gaussian of a site's rows: mean and covariance, online, in one pass.
+"""Gaussian model of a site's rows: mean and covariance, accumulated online in one pass.
 
     mu_b = mean(X);  S_b = (X - mu_b)^T (X - mu_b);  n' = n + B;  d = mu_b - mu
     mu  <- mu + (B / n') d
     S   <- S + S_b + (n B / n') d d^T                       (Chan's merge of a batch of B rows)
     Sigma = S / (n' - 1)
 
-The correction n B / n' d d^T is one more row, sqrt(n B / n') d, under the centred batch, so a batch costs one product. Counts live on the
-device beside the sums: rows with a non-finite element are left out, and how many those were is not asked for until somebody reads.
+The correction n B / n' d d^T is added as one more row, sqrt(n B / n') d, below the centered batch, so a batch costs one
+product. Rows with a non-finite element are left out. Counts stay on the device, so updates do not synchronize.
 
 Rows of up to `cap` channels have a full covariance, wider ones a sketch (`loka.probe.scatter`).
 
-What it does not keep: anything but two moments. Tails are the business of `loka.probe.marginals`.
+Only two moments are kept; `loka.probe.marginals` models tails.
 """
 
 from collections.abc import Mapping
@@ -37,17 +37,17 @@ class Gaussian:
 
     @staticmethod
     def bytes_for(width: int, cap: int = WIDTH_CAP) -> int:
-        """Memory of one of this width."""
+        """Return the memory it takes, in bytes."""
         return (WholeScatter if width <= cap else SketchedScatter).bytes_for(width) + 4 * width
 
     @property
     def kind(self) -> str:
-        """How the covariance is kept."""
+        """How the covariance is stored."""
         return self.scatter.kind if self.scatter.kind == "full" else f"{self.scatter.kind}, width {self.width}"
 
     @torch.no_grad()
     def update(self, rows: Tensor, usable: Tensor | None = None) -> None:
-        """Add rows [R, width], all finite where `usable` [R] is given: 0 there leaves a row out, without anybody asking how many."""
+        """Add rows [R, width]. `usable` [R] is 0 for rows to leave out; if it is given, all elements must be finite."""
         if rows.shape[0] == 0:
             return
         rows = rows.float()
@@ -59,8 +59,8 @@ class Gaussian:
         self._absorb(size.double(), mean, (rows - mean).mul_(usable[:, None]))
 
     def _absorb(self, size: Tensor, mean: Tensor, centred: Tensor | None) -> None:
-        """Chan's merge of a batch given by its size, mean and centred rows."""
-        # float64, but as scalars: beside float32 rows they stay out of the type
+        """Merge a batch, given by its size, mean and centered rows, with Chan's formula."""
+        # float64 scalars: they do not promote the float32 rows
         share = size / (self.count + size).clamp_(min=1)
         difference = mean - self.mean
         self.scatter.add((difference * (self.count * share).sqrt())[None], centred)
@@ -70,7 +70,7 @@ class Gaussian:
 
     @torch.no_grad()
     def merge(self, other: "Gaussian") -> None:
-        """Add what another one of the same width has seen."""
+        """Add the rows of another Gaussian of the same width."""
         if other.width != self.width or other.scatter.kind != self.scatter.kind:
             raise ValueError(
                 f"Gaussians of width {self.width} ({self.kind}) and {other.width} ({other.kind}) do not merge"
@@ -81,19 +81,19 @@ class Gaussian:
         self._absorb(other.count.to(device), other.mean.to(device), None)
 
     def covariance(self) -> Tensor:
-        """Sigma [width, width]; of a sketch, what its samples have."""
+        """Return Sigma [width, width]; for a sketch, the covariance of its samples."""
         count = float(self.count)
         if isinstance(self.scatter, WholeScatter):
             return self.scatter.matrix / max(count - 1, 1)
-        factor = self._factor_now()
+        factor = self._get_factor()
         root = factor.apply(torch.eye(factor.noise, device=self.mean.device))
         return root.T @ root
 
     def deviation(self) -> Tensor:
-        """Standard deviation of every channel, as samples have it."""
-        return self._factor_now().deviation()
+        """Return the standard deviation of every channel of the samples."""
+        return self._get_factor().deviation()
 
-    def _factor_now(self) -> Factor:
+    def _get_factor(self) -> Factor:
         count = float(self.count)
         if count < 1:
             raise ValueError("nothing to sample from: no finite row was seen")
@@ -103,26 +103,26 @@ class Gaussian:
 
     @torch.no_grad()
     def normals(self, count: int, generator: torch.Generator) -> Tensor:
-        """Rows with the covariance and mean zero, float32 [count, width]."""
-        factor = self._factor_now()
+        """Draw rows with this covariance and mean zero, float32 [count, width]."""
+        factor = self._get_factor()
         z = torch.randn(count, factor.noise, generator=generator, device=generator.device)
         return factor.apply(z.to(self.mean.device))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Rows mu + L z, float32 [count, width]."""
+        """Draw rows mu + L z, float32 [count, width]."""
         return self.mean + self.normals(count, generator)
 
     def release(self) -> None:
-        """Forget the factor of the covariance; the next draw makes it again."""
+        """Free the cached factor of the covariance. It is recomputed on demand."""
         self._factor = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors."""
+        """Return the state as tensors."""
         state = {"count": self.count, "mean": self.mean, **self.scatter.tensors()}
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         for name, mine in {"count": self.count, "mean": self.mean, **self.scatter.tensors()}.items():
             if name not in state or state[name].shape != mine.shape:
                 seen = tuple(state[name].shape) if name in state else "missing"

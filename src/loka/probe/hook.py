@@ -1,4 +1,7 @@
-"""The forward hook of a site: one `if` on most steps; on a sampled one it shows the operands to the site's watch, in eager mode or from inside a graph."""
+"""The forward hook of a site: one `if` on most steps; on a sampled step it passes the operands to the site's watch.
+
+It works in eager mode and inside a compiled graph.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +16,15 @@ from loka.probe.watch import Watch
 
 
 class Switch:
-    """Whether the step now running has a look. A plain bool: what a hook reads is what torch.compile guards on."""
+    """Whether the current step is sampled. A plain bool, because torch.compile guards on what a hook reads."""
 
     def __init__(self) -> None:
         self.on = False
-        self.ungraded = True  # whether calls without gradients count: until training is seen
+        self.ungraded = True  # whether calls without gradients count; False once training has been seen
 
 
 def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Tensor | None]:
-    """The forward hook of a site. What it reads besides the switch is constant, so a compiled model has two graphs and no more."""
+    """Make the forward hook of a site. It reads only constants besides the switch, so there are only two graphs."""
     adapter, sharded = watch.adapter, watch.sharded
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -33,13 +36,13 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
             x, right, x.requires_grad, compute_dtype(x), weight=weight, graded=torch.is_grad_enabled(), call=loss.calls
         )
         if number != NO_TICKET and adapter.gradient and output.requires_grad:
-            # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.
+            # A tensor hook, not a Tap: in eager mode an in-place op may follow, which a Function's output forbids.
             output.register_hook(lambda dy: watch.see_backward(number, dy))  # type: ignore[no-untyped-call]
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         if not (torch.is_grad_enabled() or switch.ungraded) or not switch.on:
             return None
-        if chain_of(module) is not None:  # its tap sees it
+        if chain_of(module) is not None:  # observed by the chain's tap instead
             return None
         if not torch.compiler.is_compiling():
             try:
@@ -52,7 +55,7 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
             x = output
         weight = adapter.weight(module) if sharded and adapter.weight is not None else None
         graded = torch.is_grad_enabled()
-        with torch.no_grad():  # not detach(), which would keep the compiler from seeing that the GEMM casts x just so
+        with torch.no_grad():  # not detach(), which would hide from the compiler that the GEMM does the same cast of x
             ticket = probe_see(
                 watch.token, x.to(compute_dtype(x)), right, weight, watch.number, x.requires_grad, graded
             )
@@ -64,6 +67,6 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a GEMM casts its input to."""
+    """Return the dtype to which a GEMM casts its input: the autocast dtype if enabled."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

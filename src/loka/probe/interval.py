@@ -1,4 +1,4 @@
-"""From the errors of samples to an estimate with its 95 % interval."""
+"""Turn the errors of samples into an estimate with a 95 % interval."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Values = tuple[float, float, float, float]  # mere, relative L2, saturated, unde
 def summarise_draws(
     values: Sequence[Values], weights: Sequence[int], source: Source, rows: int, generator: torch.Generator
 ) -> DistributionError | str:
-    """Means over independent draws with the bootstrap of the mean; draws that share a weight are resampled together."""
+    """Summarize draws: means with a bootstrap of the mean. Draws that share a weight are resampled together."""
     table = torch.tensor(values, dtype=torch.float64)
     if not bool(table[:, :2].isfinite().all()):
         worst = table[~table[:, :2].isfinite().all(1)][0].tolist()
@@ -30,12 +30,12 @@ def summarise_draws(
 
 
 def not_finite(source: Source, value: Sequence[float]) -> str:
-    """The refusal of a candidate whose error is no number."""
+    """Return the refusal text of a candidate whose error is not finite."""
     return f"the error is not finite on {source} operands (MERE {value[0]}, relative L2 {value[1]})"
 
 
 def make_entry(source: Source, samples: int, rows: int, intervals: Sequence[Interval]) -> DistributionError:
-    """The record of one origin."""
+    """Make the record of one source."""
     mere, l2, saturated, underflowed = intervals
     return DistributionError(
         source=source,
@@ -50,14 +50,14 @@ def make_entry(source: Source, samples: int, rows: int, intervals: Sequence[Inte
 
 
 def to_decibel(l2: Interval) -> Interval | None:
-    """SQNR = -20 log10(relative L2), end by end; None where an end is exact."""
+    """Convert relative L2 to SQNR = -20 log10(relative L2); None if the lower end is 0."""
     if l2.low <= 0:
         return None
     return Interval(value=-20 * math.log10(l2.value), low=-20 * math.log10(l2.high), high=-20 * math.log10(l2.low))
 
 
 def interval_of(value: float, replicates: Sequence[float]) -> Interval:
-    """The 95 % quantile interval of the replicates, widened to contain the value."""
+    """Return the 95 % quantile interval of the replicates, widened to contain the value."""
     levels = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.quantile(torch.tensor(replicates, dtype=torch.float64), levels).tolist()
     return Interval(value=value, low=min(low, value), high=max(high, value))

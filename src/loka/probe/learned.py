@@ -1,4 +1,4 @@
-"""All that a probe knows of one site: statistics, learned distributions and kept rows of x, dy and W, as one thing to save, merge and draw from."""
+"""All data of one site: statistics, learned distributions and kept rows of x, dy and W; saved, merged and sampled."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ from loka.probe.statistics import Statistics
 from loka.probe.window import Windows
 from loka.records import Role, TensorStats
 
-MAX_EXAMPLES = 8  # second operands kept where they are activations; experts taken into a snapshot
+MAX_EXAMPLES = 8  # second operands kept if they are activations; experts added per snapshot
 
 
 class Learned:
-    """Knowledge of a site whose x has `widths[0]` channels and whose dy has `widths[1]`."""
+    """Data of a site whose x has `widths[0]` channels and whose dy has `widths[1]`."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Learned:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is kept."""
+        """The device that holds the data."""
         return self.reservoir.x.device
 
     @property
     def kind(self) -> str:
-        """How the distributions are kept, in words."""
+        """How the distributions are stored, in words."""
         if not self.gaussians:
             return "real rows only: the rest did not fit into memory_budget"
         kinds = {str(role): part.kind for role, part in self.gaussians.items()}
@@ -73,7 +73,7 @@ class Learned:
         return "full" if full else "; ".join(f"{role}: {kind}" for role, kind in kinds.items())
 
     def see(self, x: Tensor, dy: Tensor | None, right: Tensor | None, step: int, generator: torch.Generator) -> None:
-        """Rows of one look, and the second operand of one example where it is an activation."""
+        """Learn from the rows of one look, and from the second operand of one example if that is an activation."""
         self._generator.set_state(generator.get_state())
         self.windows.advance(step, self.statistics)
         self._see_rows("x", x, step)
@@ -86,7 +86,7 @@ class Learned:
             self._keep_example(right)
 
     def recall(self, rows: Reservoir, other: "Learned", generator: torch.Generator) -> None:
-        """Know only these rows, and the weights that another one knows."""
+        """Learn only from these rows, and share the weights of `other`."""
         self.see(rows.x, rows.dy, None, 0, generator)
         self.statistics["w"] = other.statistics["w"]
         self.matrix_normal, self._examples = other.matrix_normal, other._examples
@@ -106,11 +106,11 @@ class Learned:
             self._examples[slot] = right.float()
 
     def see_weight(self, weight: Tensor, step: int) -> None:
-        """Statistics of a weight [rows, K]."""
+        """Update the statistics with a weight [rows, K]."""
         self.statistics["w"].update(weight, step)
 
     def snapshot(self, weight: Tensor | None) -> None:
-        """Take the weight, some experts of it, or the kept second operands into the matrix normal."""
+        """Add the weight, some of its experts, or the kept second operands to the matrix normal."""
         if self.matrix_normal is None:
             return
         for matrix in self._matrices(weight)[:MAX_EXAMPLES]:
@@ -122,32 +122,32 @@ class Learned:
         return [weight] if weight.dim() == 2 else list(weight.unbind())
 
     def release(self) -> None:
-        """Forget what can be computed again."""
+        """Free cached factors. They are recomputed on demand."""
         for gaussian in self.gaussians.values():
             gaussian.release()
         if self.matrix_normal is not None:
             self.matrix_normal.release()
 
     def describe(self) -> list[TensorStats]:
-        """The statistics that have seen anything."""
+        """Return the statistics of all operands that were observed."""
         found = [self.statistics[role].finish(role) for role in self.statistics]
         return [stats for stats in found if stats is not None]
 
     @torch.no_grad()
     def draw(self, role: Role, source: Source, count: int, generator: torch.Generator, weight: Tensor | None) -> Tensor:
-        """Rows of x or dy, or one weight; see `Watch.draw`."""
+        """Draw rows of x or dy, or one weight. See `Watch.draw`."""
         check_source(source)
         if role == "w":
             return self._draw_weight(source, generator, weight)
         kept = rows_of(self.reservoir, role, self.name)
         if source == "rows":
             return kept[pick_rows(self.reservoir, count, generator, self.name)].float()
-        self._require(source)
+        self._require_distribution(source)
         return draw_modelled(source, self.gaussians.get(role), kept, count, generator)
 
     @torch.no_grad()
     def draw_pair(self, source: Source, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """x and dy; of real rows, x and dy of the same examples."""
+        """Draw x and dy; with source "rows" they belong to the same examples."""
         check_source(source)
         x, dy = rows_of(self.reservoir, "x", self.name), rows_of(self.reservoir, "dy", self.name)
         if source != "rows":
@@ -156,7 +156,7 @@ class Learned:
         return x[chosen].float(), dy[chosen].float()
 
     def _draw_weight(self, source: Source, generator: torch.Generator, weight: Tensor | None) -> Tensor:
-        """The actual matrix (of a random expert or example), or one like it."""
+        """Return the actual matrix (of a random expert or example), or draw one like it."""
         matrices = self._matrices(weight)
         if not matrices:
             raise ValueError(f"{self.name}: no second operand was seen, so there is none to draw")
@@ -166,7 +166,7 @@ class Learned:
             return actual
         if source == "normal":
             return torch.randn(actual.shape, generator=generator, device=generator.device).to(actual.device)
-        self._require(source)
+        self._require_distribution(source)
         if self.matrix_normal is None:
             raise ValueError(f"{self.name}: a table of embeddings has no matrix normal")
         if self.matrix_normal.snapshots == 0:
@@ -174,7 +174,7 @@ class Learned:
         sample = self.matrix_normal.sample(generator)
         return sample if source == "gaussian" else match_ranks(sample, actual)
 
-    def _require(self, source: Source) -> None:
+    def _require_distribution(self, source: Source) -> None:
         if source in ("gaussian", "copula") and not self.gaussians:
             raise ValueError(
                 f"{self.name}: its distribution did not fit into memory_budget, so source={source!r} is not available; "
@@ -188,13 +188,13 @@ class Learned:
         return parts if self.matrix_normal is None else {**parts, "matrix_normal": self.matrix_normal}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as flat named tensors."""
+        """Return the state as flat named tensors."""
         state = {f"{name}.{key}": v for name, part in self._parts().items() for key, v in part.state_dict().items()}
         examples = {f"example.{i}": example.cpu().clone() for i, example in enumerate(self._examples)}
         return {**state, **examples, "examples_seen": torch.tensor(self._examples_seen)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         for name, part in self._parts().items():
             mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
             if not mine:
@@ -206,7 +206,7 @@ class Learned:
         ]
 
     def merge(self, other: "Learned", generator: torch.Generator) -> None:
-        """Add what another rank knows. The matrix normal stays this rank's: weights are the same on all."""
+        """Add the data of another rank. The matrix normal is not merged, because all ranks have the same weights."""
         self._generator.set_state(generator.get_state())
         roles: tuple[Role, ...] = ("x", "w", "dy") if self._examples or other._examples else ("x", "dy")
         for role in roles:

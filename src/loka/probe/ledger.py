@@ -1,9 +1,10 @@
-"""Memory: what the learned distributions of all sites may take together, and what each one gets.
+"""Ledger: divides a memory budget for learned distributions among the sites.
 
-Per site there are two covariances (x and dy), the matrix normal of the weight, and the kept rows. A full covariance of K channels takes 4 K^2
-bytes, so width is what costs: every width above a cap is sketched instead (`loka.probe.scatter`). The cap starts at 4096, where the widest site
-takes under 256 MB, and is halved until everything known at the start fits into the budget. A site whose shape shows up later, or that does not fit even
-sketched, gets what is left: fewer rows, then nothing but rows and statistics, and the report says so.
+Each site needs two covariances (x and dy), the matrix normal of the weight, and the kept rows. A full covariance of K
+channels takes 4 K^2 bytes, so widths above a cap are sketched instead (`loka.probe.scatter`). The cap starts at 4096,
+where the widest site takes under 256 MB, and is halved until all sites known at the start fit into the budget. A site
+whose shape is known only later, or that does not fit even sketched, gets what is left: fewer rows, then only rows and
+statistics. The report says so.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from loka.probe.reservoir import Reservoir
 from loka.probe.window import Windows
 
 SITE_BYTES = 256 * 2**20
-MEAN_BYTES = 64 * 2**20  # a weight larger than this keeps its row and column means instead of a mean of its own
+MEAN_BYTES = 64 * 2**20  # a weight larger than this keeps its row and column means instead of an elementwise mean
 LEAST_CAP = 128
 FEW_ROWS, LEAST_ROWS = 64, 8
 DEFAULT_BUDGET = 2 * 2**30
@@ -22,7 +23,7 @@ DEFAULT_BUDGET = 2 * 2**30
 
 @dataclass(frozen=True)
 class Share:
-    """What one site keeps. `cap` 0: no covariances and no matrix normal."""
+    """What one site may store. A `cap` of 0 means no covariances and no matrix normal."""
 
     cap: int
     side_cap: int
@@ -39,15 +40,17 @@ class Ledger:
             raise ValueError(f"memory_budget={budget}: expected bytes, at least 1 MiB")
         self.budget, self.spent, self.cap = budget, 0, WIDTH_CAP
         self._rows = rows
-        self.short: list[str] = []  # sites that keep rows only, or fewer rows than asked for
+        self.short: list[str] = []  # sites that keep only rows, or fewer rows than requested
 
     def prepare(self, shapes: list[tuple[int, int, bool]]) -> None:
-        """Lower the cap until sites of these (width of x, width of dy, has a weight) fit together."""
-        while self.cap > LEAST_CAP and sum(self._share(*s, self.cap, self._rows).bytes for s in shapes) > self.budget:
+        """Lower the cap until sites of these shapes (width of x, width of dy, has a weight) fit together."""
+        while (
+            self.cap > LEAST_CAP and sum(self._size_share(*s, self.cap, self._rows).bytes for s in shapes) > self.budget
+        ):
             self.cap //= 2
 
     def reserve(self, site: str, x: int, dy: int, weight: bool) -> Share:
-        """The share of one site: the first that fits. The last, eight rows, is given in any case."""
+        """Reserve memory for one site: the largest share that fits. The smallest, eight rows, is always granted."""
         few = min(self._rows, FEW_ROWS)
         wishes = [
             (self.cap, self._rows),
@@ -56,7 +59,7 @@ class Ledger:
             (0, few),
             (0, min(few, LEAST_ROWS)),
         ]
-        shares = [self._share(x, dy, weight, cap, rows) for cap, rows in wishes]
+        shares = [self._size_share(x, dy, weight, cap, rows) for cap, rows in wishes]
         left = min(SITE_BYTES, self.budget - self.spent)
         share = next((share for share in shares if share.bytes <= left), shares[-1])
         if not share.cap or share.rows < self._rows:
@@ -64,7 +67,7 @@ class Ledger:
         self.spent += share.bytes
         return share
 
-    def _share(self, x: int, dy: int, weight: bool, cap: int, rows: int) -> Share:
+    def _size_share(self, x: int, dy: int, weight: bool, cap: int, rows: int) -> Share:
         side_cap, whole_mean = min(cap, SIDE_CAP), cap > LEAST_CAP and 4 * x * dy <= MEAN_BYTES
         size = Reservoir.bytes_for(rows, (x, dy)) + Windows.bytes_for(rows, (x, dy))
         if cap:

@@ -1,18 +1,20 @@
-"""The loss of a step, from the outside: what the model returned and the gradient that came back say which loss it was, and how large.
+"""Recognize the loss of a step from the model's output and its gradient.
 
-A score is a share of the loss, and nobody hands an observer the loss. Of the common ones it can be read off the model's output z and g = dL/dz:
+A score is relative to the loss, which hooks do not see. Common losses can be recovered from the model's output z and g
+= dL/dz:
 
     z is a single number                    the model returns its loss:            L = z g
     binary cross-entropy of logits          c g = sigmoid(z) - y,  y in {0, 1}     L = sum(softplus(z) - y z) / c
     binary cross-entropy of probabilities   c g = (z - y) / (z (1 - z))            L = -sum(log(y ? z : 1 - z)) / c
     cross-entropy of logits                 c g = softmax(z) - onehot(y)           L = sum(log sum exp(z) - z_y) / c
 
-The sign of g gives y, then every element gives c, which is the batch for a mean, 1 for a sum, and anything else for a scaled or accumulated loss. Only when the c of
-nine elements in ten agree within 5 % is the loss taken as recognised. L is what was differentiated, so that g / L is free of the reduction. Any other loss is told
-with `probe.step(loss)`; without that there is no score, and reports say so.
+The sign of g gives y; then every element gives c, which is the batch size for a mean, 1 for a sum, and any other number
+for a scaled or accumulated loss. The loss counts as recognized only if the c of nine elements in ten agree within 5 %.
+L is the value that was differentiated, so g / L does not depend on the reduction. Any other loss must be passed to
+`probe.step(loss)`; without it there is no score, and reports say so.
 
-Several outputs add up; one that is not recognised beside others that are (an auxiliary loss) is left out, which makes the loss smaller and the score
-larger. Everything stays on the device: nothing waits.
+The losses of several outputs are added. If some are not recognized (an auxiliary loss), they are left out, which makes
+the loss smaller and the score larger. Everything stays on the device, without synchronization.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,19 +29,22 @@ from loka.lowp.chain import SEES_CHAINS
 from loka.probe.rows import choose_rows, take_rows
 from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
 
-MAX_OUTPUTS = 8  # tensors of an output that are looked at
-MAX_ROWS = 4096  # of each
+MAX_OUTPUTS = 8  # at most this many tensors of an output are used
+MAX_ROWS = 4096  # ... and this many rows of each
 AGREE, MOST = 0.05, 0.9
-SCALED = 4.0  # a loss that is told and one that is recognised differ by more than this where a GradScaler, or accumulation, stands between them
-Known = tuple[Tensor, Tensor]  # the loss that was differentiated, the mean loss of an example; NaN where not recognised
+# If the given and the recognized loss differ by more than this factor, a GradScaler or accumulation scaled it.
+SCALED = 4.0
+Known = tuple[
+    Tensor, Tensor
+]  # the loss that was differentiated, and the mean loss of an example; NaN if not recognized
 
 
 class LossWatch:
-    """Sees what the model returns on sampled steps, and its gradient."""
+    """Records the model's output and its gradient on sampled steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self.off: str | None = None  # why it is not looked at any more
-        self.calls = 0  # of the model, in this step
+        self.off: str | None = None  # why it was disabled
+        self.calls = 0  # calls of the model in this step
         self._pending: dict[int, tuple[int, Tensor, int, Tensor | None, Tensor | None]] = {}
         self._tickets = 0
         self.number = enroll(self)
@@ -47,19 +52,19 @@ class LossWatch:
         self.grad_token = self.token.clone()
 
     def switch_off(self, error: BaseException) -> None:
-        """Look no more, and remember why."""
+        """Stop recording and store the reason."""
         self.off = f"the model's output is not looked at: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self._pending = {}
 
     def see_forward(self, x: Tensor, right: Tensor | None, needs_dgrad: bool, **_: Any) -> int:
-        """The output of one call, seen from inside a graph; returns the ticket for its gradient."""
+        """Record the output of one call, from inside a graph; returns the ticket for its gradient."""
         ticket = self.see_output(x)
         self.calls += 1
         return ticket
 
     @torch.no_grad()
     def see_output(self, x: Tensor) -> int:
-        """One tensor of an output; returns the ticket for its gradient."""
+        """Record one output tensor; returns the ticket for its gradient."""
         if self.off is not None or inside_backward():
             return NO_TICKET
         rows = 1 if x.dim() == 0 else x.shape[0] if x.dim() == 1 else x.numel() // max(x.shape[-1], 1)
@@ -74,7 +79,7 @@ class LossWatch:
 
     @torch.no_grad()
     def see_backward(self, ticket: int, dy: Tensor) -> None:
-        """The gradient of one output."""
+        """Record the gradient of one output tensor."""
         if ticket not in self._pending:
             return
         try:
@@ -85,31 +90,34 @@ class LossWatch:
             self.switch_off(error)
 
     def settle(self, given: Tensor | float | None) -> Callable[[int], Known | None]:
-        """The step is over: a function from the number of a call of the model to its loss; None where there is no saying."""
+        """End the step; returns a function from the number of a model call to its loss, or to None if unknown.
+
+        `given` is the loss passed to `probe.step`.
+        """
         found: dict[int, list[Known]] = {}
         for call, z, rows, _, g in self._pending.values():
             if g is not None and z.shape == g.shape:
                 found.setdefault(call, []).append(recognise(z, g, rows))
         self._pending, self.calls, self._tickets = {}, 0, 0
-        known = {call: _add(parts) for call, parts in found.items()}
+        known = {call: _add_losses(parts) for call, parts in found.items()}
         told = None if given is None else torch.as_tensor(given).detach().float().reshape(-1).mean()
 
         def loss_of(call: int) -> Known | None:
             seen = known.get(min(call, max(known))) if known else None
-            return seen if told is None else _prefer(told.to(self.token.device), seen)
+            return seen if told is None else _choose_loss(told.to(self.token.device), seen)
 
         return loss_of
 
 
-def _add(parts: list[Known]) -> Known:
+def _add_losses(parts: list[Known]) -> Known:
     losses, nats = (torch.stack(column) for column in zip(*parts, strict=True))
     none = losses.isnan().all()
     nan = torch.full_like(losses[0], torch.nan)
     return torch.where(none, nan, losses.nansum()), torch.where(none, nan, nats.nansum())
 
 
-def _prefer(told: Tensor, seen: Known | None) -> Known:
-    """What the user says, unless it was scaled before it was differentiated: then what was recognised."""
+def _choose_loss(told: Tensor, seen: Known | None) -> Known:
+    """Return the given loss, unless it was scaled before it was differentiated: then the recognized one."""
     if seen is None:
         return told, torch.ones_like(told)
     loss, nats = seen
@@ -119,7 +127,7 @@ def _prefer(told: Tensor, seen: Known | None) -> Known:
 
 
 def make_output_hook(switch: Any, watch: LossWatch) -> Callable[..., Any]:
-    """The forward hook of the model itself."""
+    """Make the forward hook of the model itself."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not torch.is_grad_enabled() or not switch.on:
@@ -131,7 +139,7 @@ def make_output_hook(switch: Any, watch: LossWatch) -> Callable[..., Any]:
                 ticket = probe_see(watch.token, output, None, None, watch.number, False, True)
             return Tap.apply(output, ticket, watch.grad_token, watch.number)  # type: ignore[no-untyped-call]
         try:
-            for leaf in _outputs(output):
+            for leaf in _iter_outputs(output):
                 ticket = watch.see_output(leaf)
                 if ticket != NO_TICKET:
                     leaf.register_hook(lambda dy, ticket=ticket: watch.see_backward(ticket, dy))  # type: ignore[no-untyped-call]
@@ -144,7 +152,7 @@ def make_output_hook(switch: Any, watch: LossWatch) -> Callable[..., Any]:
     return hook
 
 
-def _outputs(output: Any) -> Iterator[Tensor]:
+def _iter_outputs(output: Any) -> Iterator[Tensor]:
     if not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "__dict__"):
         output = list(vars(output).values())
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
@@ -153,14 +161,17 @@ def _outputs(output: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def recognise(z: Tensor, g: Tensor, rows: int) -> Known:
-    """(loss, mean loss of an example) from an output [kept, C] and its gradient; of `rows` rows some were kept. NaN where none fits."""
+    """Return (loss, mean loss of an example) from an output [kept, C] and its gradient; NaN if no known loss fits.
+
+    `rows` is the number of rows of the whole output, of which some were kept.
+    """
     nan = torch.full((), torch.nan, device=z.device)
     if z.dim() == 0:
         value = z * g
         return torch.where(value != 0, value, nan), torch.ones_like(nan)
-    parts = [_binary(z, g, *_from_logits(z, g)), _binary(z, g, *_from_probabilities(z, g))]
+    parts = [_match_binary(z, g, *_from_logits(z, g)), _match_binary(z, g, *_from_probabilities(z, g))]
     if z.dim() == 2 and z.shape[1] > 1:
-        parts.insert(0, _softmax(z, g))
+        parts.insert(0, _match_softmax(z, g))
     loss, nats = nan, nan
     for total, factor in parts:
         fits = loss.isnan() & factor.isfinite()
@@ -181,22 +192,22 @@ def _from_probabilities(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(inside, slope, torch.nan), -p.clamp(min=1e-12).log()
 
 
-def _binary(z: Tensor, g: Tensor, slope: Tensor, losses: Tensor) -> Known:
+def _match_binary(z: Tensor, g: Tensor, slope: Tensor, losses: Tensor) -> Known:
     used = g != 0
     sizes = torch.where(used, g.abs(), torch.nan)
-    # Gradients that are all alike (a plain sum) fit anything: both signs, or sizes that vary with z, are evidence.
-    telling = ((g < 0).any() & (g > 0).any()) | (_ratio(sizes) > 1 + 3 * AGREE)
-    agreed = _agreed(torch.where(used, slope / g, torch.nan))
-    return torch.where(used, losses, 0.0).sum(), torch.where(telling, agreed, torch.nan)
+    # Equal gradients (of a plain sum) fit any loss, so require both signs, or magnitudes that vary with z.
+    evidence = ((g < 0).any() & (g > 0).any()) | (_spread_ratio(sizes) > 1 + 3 * AGREE)
+    agreed = _find_consensus(torch.where(used, slope / g, torch.nan))
+    return torch.where(used, losses, 0.0).sum(), torch.where(evidence, agreed, torch.nan)
 
 
-def _ratio(sizes: Tensor) -> Tensor:
+def _spread_ratio(sizes: Tensor) -> Tensor:
     flat = sizes.reshape(-1)
     return torch.nanquantile(flat, 0.9) / torch.nanquantile(flat, 0.1)
 
 
-def _softmax(z: Tensor, g: Tensor) -> Known:
-    """One negative entry in every row that has any: its label."""
+def _match_softmax(z: Tensor, g: Tensor) -> Known:
+    """Match softmax cross-entropy: each row with a gradient has exactly one negative entry, its label."""
     used = (g != 0).any(1)
     label = g.argmin(1, keepdim=True)
     one = ((g < 0).sum(1) <= 1) & ((g.sum(1).abs() < 1e-2 * g.abs().sum(1)) | ~used)
@@ -204,12 +215,12 @@ def _softmax(z: Tensor, g: Tensor) -> Known:
     factor = (slope.gather(1, label) / g.gather(1, label)).squeeze(1)
     losses = torch.logsumexp(z, 1) - z.gather(1, label).squeeze(1)
     factor = torch.where(used & one, factor, torch.nan)
-    agreed = torch.where((one | ~used).float().mean() >= MOST, _agreed(factor), torch.nan)
+    agreed = torch.where((one | ~used).float().mean() >= MOST, _find_consensus(factor), torch.nan)
     return torch.where(used, losses, 0.0).sum(), agreed
 
 
-def _agreed(factors: Tensor) -> Tensor:
-    """The factor that nine in ten agree on; NaN where they do not. Elements without a gradient (NaN) have no say."""
+def _find_consensus(factors: Tensor) -> Tensor:
+    """Return the factor on which nine elements in ten agree, else NaN. NaN elements (no gradient) do not count."""
     flat = factors.reshape(-1)
     middle = flat.nanmedian()
     said = ~flat.isnan()

@@ -1,12 +1,13 @@
-"""Empirical marginals: what turns correlated normals into values that look like the real ones, tails included (a Gaussian copula).
+"""Empirical marginals: turn correlated normals into values distributed like the real ones (a Gaussian copula).
 
     x_j = F_j^-1(Phi(z_j)),    z ~ N(0, R)
 
-with R the learned correlation and F_j the distribution of channel j among the rows kept: its order statistics, joined by lines. Exact zeros stay
-exact zeros, a channel's skew and its tail stay its own, and nothing is ever larger than what was seen.
+with R the learned correlation and F_j the distribution of channel j among the kept rows: its order statistics, linearly
+interpolated. This preserves exact zeros and the skew and tail of each channel, and never exceeds the observed range.
 
-R is the correlation of the values, not of their normal scores: for strongly skewed channels the copula's correlation is a little weaker than the
-data's. A weight has one marginal for the whole matrix: the sample's entries are replaced by the actual ones of the same rank.
+R is the correlation of the values, not of their normal scores, so for strongly skewed channels the copula's correlation
+is a little weaker than the data's. A weight has one marginal for the whole matrix: the entries of a sample are replaced
+by the actual entries of the same rank.
 """
 
 import torch
@@ -23,7 +24,7 @@ class Marginals:
         self._sorted = finite.float().sort(dim=0).values
 
     def apply(self, normals: Tensor) -> Tensor:
-        """Standard normals [count, width] -> values with the channels' marginals."""
+        """Map standard normals [count, width] to values with the channels' marginals."""
         levels = torch.special.ndtr(normals)
         place = levels * (self._sorted.shape[0] - 1)
         below = place.floor().long().clamp(0, self._sorted.shape[0] - 2)
@@ -32,7 +33,7 @@ class Marginals:
 
 
 def match_ranks(sample: Tensor, actual: Tensor) -> Tensor:
-    """The entries of `actual`, arranged in the order of the entries of `sample`, which has the same shape."""
+    """Return the entries of `actual`, rearranged to have the same ranks as those of `sample` (same shape)."""
     order = sample.flatten().argsort()
     values = actual.detach().to(sample).flatten().sort().values
     return torch.empty_like(values).scatter_(0, order, values).view_as(sample)

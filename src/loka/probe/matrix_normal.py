@@ -2,15 +2,18 @@
 
     L_V L_V^T = V + eps I;  U_new = (1/K) (Wc L_V^-T)(Wc L_V^-T)^T
     L_U L_U^T = U + eps I;  V_new = (1/N) (L_U^-1 Wc)^T (L_U^-1 Wc)              flip-flop, for W [N, K]
-    U <- m U + (1 - m) U_new (V alike);   U <- U N / tr(U);   V scaled so that tr(V) / K is the mean square of Wc, averaged alike
+    U <- m U + (1 - m) U_new (V alike);   U <- U N / tr(U)
+    V scaled so that tr(V) / K is the mean square of Wc, averaged alike
 
-M is a running mean of the snapshots that turns into an exponential one: the t-th snapshot counts 1 / t, never less than 1 - m. Wc is what a snapshot
-brings beyond the mean so far. The first one has nothing before it: M is then its grand mean alone, and U and V describe the spread of W
-itself. One matrix cannot determine two covariances, so what is solved with and sampled from is shrunk towards its diagonal, by the rule of
-`loka.probe.scatter.shrink` with K t (for U) and N t (for V) rows; always evaluate the actual W beside the samples. The last line is not s V with s = tr(U) / N, which for a model that has not seen all gives samples a quarter too small:
-solving with a U fitted to the same W explains away part of V.
+M is a running mean of the snapshots that turns into an exponential one: the t-th snapshot has weight 1 / t, but at
+least 1 - m. Wc is the deviation of a snapshot from the mean so far. For the first snapshot M is just its grand mean,
+and U and V describe the spread of W itself. One matrix cannot determine two covariances, so U and V are shrunk towards
+their diagonals before solving and sampling, by `loka.probe.scatter.shrink` with K t (for U) and N t (for V) rows.
+Always evaluate the actual W as well. V is not simply rescaled by tr(U) / N: after few snapshots that makes samples a
+quarter too small, because solving with a U fitted to the same W explains away part of V.
 
-Sides wider than the cap keep diagonal blocks only. A weight too large for a mean of its own keeps the means of its rows and columns. `kind` says both.
+Sides wider than the cap keep only diagonal blocks. A weight too large to store M keeps its row and column means. `kind`
+says so.
 """
 
 from collections.abc import Mapping
@@ -22,11 +25,11 @@ from loka.probe.scatter import BLOCK, cholesky, shrink
 
 SIDE_CAP = 2048
 MOMENTUM = 0.9
-FIRST_SWEEPS = 3  # the first snapshot starts from the identity and needs a few flips to settle
+FIRST_SWEEPS = 3  # the first snapshot starts from the identity and needs a few flip-flops to converge
 
 
 class Side:
-    """One of U and V: a covariance in diagonal blocks, one block where it fits."""
+    """U or V: a covariance stored as diagonal blocks; a single block if the width is within the cap."""
 
     def __init__(self, width: int, device: torch.device, cap: int) -> None:
         self.width, self.block = width, width if width <= cap else BLOCK
@@ -38,65 +41,65 @@ class Side:
 
     @property
     def padding(self) -> int:
-        """Channels of the last block beyond the width."""
+        """Number of channels by which the last block exceeds the width."""
         return self.count * self.block - self.width
 
     def split(self, columns: Tensor) -> Tensor:
-        """[rows, width] -> [count, rows, block]."""
+        """Split [rows, width] into [count, rows, block]."""
         padded = torch.nn.functional.pad(columns, (0, self.padding))
         return padded.view(columns.shape[0], self.count, self.block).transpose(0, 1)
 
     def join(self, parts: Tensor) -> Tensor:
-        """The inverse of `split`."""
+        """Undo `split`."""
         return parts.transpose(0, 1).reshape(parts.shape[1], -1)[:, : self.width]
 
     def root(self, samples: float) -> Tensor:
-        """Cholesky factors of the shrunk blocks; made once, until `learn` changes them."""
+        """Return the Cholesky factors of the shrunk blocks, cached until the blocks change."""
         if self._root is None or self._root[0] != samples:
             self._root = (samples, self._factor(samples))
         return self._root[1]
 
     def learn(self, measured: Tensor, fresh: float) -> None:
-        """Move towards new blocks."""
+        """Move the blocks towards `measured` by the fraction `fresh`."""
         self.blocks.lerp_(measured, fresh)
         self._root = None
 
     def scale(self, factor: Tensor | float) -> None:
-        """Multiply."""
+        """Multiply the blocks by a factor."""
         self.blocks *= factor
         self._root = None
 
     def release(self) -> None:
-        """Forget the factors."""
+        """Free the cached factors."""
         self._root = None
 
     def _factor(self, samples: float) -> Tensor:
         shrunk = shrink(self.blocks.double(), samples)
-        if self.padding:  # absent channels: a one on the diagonal keeps the block invertible and touches nothing else
+        if self.padding:  # a one on the diagonal of padding channels keeps the block invertible
             shrunk[-1].diagonal()[self.block - self.padding :] = 1
         return cholesky(shrunk).float()
 
     def whiten(self, columns: Tensor, root: Tensor) -> Tensor:
-        """columns L^-T, block by block."""
+        """Return columns L^-T, block by block."""
         parts = self.split(columns).transpose(1, 2)
         return self.join(torch.linalg.solve_triangular(root, parts, upper=False).transpose(1, 2))
 
     def colour(self, columns: Tensor, root: Tensor) -> Tensor:
-        """columns L^T, block by block."""
+        """Return columns L^T, block by block."""
         return self.join(self.split(columns) @ root.transpose(1, 2))
 
     def measure(self, columns: Tensor) -> Tensor:
-        """Diagonal blocks of the second moment of [rows, width]."""
+        """Return the diagonal blocks of the second moment of [rows, width]."""
         parts = self.split(columns)
         return parts.transpose(1, 2) @ parts / columns.shape[0]
 
     def mean_variance(self) -> Tensor:
-        """tr / width."""
+        """Return trace / width."""
         return self.blocks.diagonal(dim1=1, dim2=2).sum() / self.width
 
 
 class MatrixNormal:
-    """M, U and V of weights [n, k]."""
+    """The matrix normal (M, U, V) of weights [n, k]."""
 
     def __init__(
         self,
@@ -117,13 +120,13 @@ class MatrixNormal:
 
     @staticmethod
     def bytes_for(n: int, k: int, *, cap: int = SIDE_CAP, whole_mean: bool = True) -> int:
-        """Memory of one of this size."""
+        """Return the memory it takes, in bytes."""
         sides = sum(width * width if width <= cap else -(-width // BLOCK) * BLOCK * BLOCK for width in (n, k))
         return 4 * (sides + (n * k if whole_mean else n + k))
 
     @property
     def kind(self) -> str:
-        """How M, U and V are kept."""
+        """How M, U and V are stored."""
         parts = [
             f"{name} block-diagonal ({side.block})" for name, side in (("U", self.u), ("V", self.v)) if side.count > 1
         ]
@@ -141,7 +144,7 @@ class MatrixNormal:
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
-        """One snapshot of W; a weight that is not finite is left out."""
+        """Add a snapshot of W. A weight that is not finite is ignored."""
         weight = weight.detach().to(self._mean)
         if not bool(weight.isfinite().all()):
             return
@@ -152,7 +155,7 @@ class MatrixNormal:
             for _ in range(FIRST_SWEEPS):
                 self._flip_flop(weight - weight.mean(), 1.0)
             return
-        # A deviation from a mean that lags behind is too large, by this factor.
+        # The mean lags behind, so deviations from it are too large; this factor corrects them.
         self._flip_flop((weight - self.mean) * (1 - fresh) ** 0.5, fresh)
         observed = weight if self._mean.dim() == 2 else torch.cat([weight.mean(1), weight.mean(0)])
         self._mean.lerp_(observed, fresh)
@@ -173,7 +176,7 @@ class MatrixNormal:
 
     @torch.no_grad()
     def sample(self, generator: torch.Generator) -> Tensor:
-        """M + L_U Z L_V^T, float32 [n, k]."""
+        """Draw M + L_U Z L_V^T, float32 [n, k]."""
         if self.snapshots == 0:
             raise ValueError("nothing to sample from: no finite weight was seen")
         z = torch.randn(self.n, self.k, generator=generator, device=generator.device).to(self._mean)
@@ -182,7 +185,7 @@ class MatrixNormal:
         return self.mean + self.u.colour(coloured.T, self.u.root(self.k * seen)).T
 
     def release(self) -> None:
-        """Forget the factors of U and V; the next draw makes them again."""
+        """Free the cached factors of U and V. They are recomputed on demand."""
         self.u.release()
         self.v.release()
 
@@ -190,12 +193,12 @@ class MatrixNormal:
         return {"mean": self._mean, "u": self.u.blocks, "v": self.v.blocks}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors."""
+        """Return the state as tensors."""
         state = {name: value.detach().cpu().clone() for name, value in self._tensors().items()}
         return {**state, "snapshots": torch.tensor(self.snapshots)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         for name, mine in self._tensors().items():
             if name not in state or state[name].shape != mine.shape:
                 seen = tuple(state[name].shape) if name in state else "missing"

@@ -1,13 +1,14 @@
-"""Observer: the collecting half of a Probe. It finds the sites, attaches hooks, schedules looks, and saves, merges and restores state.
+"""Observer: the collecting half of a Probe. It finds sites, attaches hooks, schedules looks, saves and merges state.
 
-Each site is observed on one step in `every`. Sites are split into `stagger` groups of about equal cost, so that no single step
-pays for all of them: with every=100 and stagger=4, a quarter of the sites is observed on each of the steps 0, 25, 50 and 75.
-On all other steps a hook costs one `if`.
+Each site is observed on one step in `every`. Sites are split into `stagger` groups of about equal cost, so that no
+single step pays for all of them: with every=100 and stagger=4, a quarter of the sites is observed on each of the steps
+0, 25, 50 and 75. On all other steps a hook costs one `if`.
 
-Under torch.compile there are two graphs, one for sampled steps and one for the others (`loka.probe.seeing`). Creating a Probe
-resets torch.compile, because existing graphs do not include its hooks.
+Under torch.compile there are two graphs, one for sampled steps and one for the others (`loka.probe.seeing`). Creating a
+Probe resets torch.compile, because existing graphs do not include its hooks.
 
-Every `snapshot_every` steps the weights are added to their matrix normals, one site per step, and the state is saved to `save_to`.
+Every `snapshot_every` steps the weights are added to their matrix normals, one site per step, and the state is saved to
+`save_to`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -313,7 +314,7 @@ class Observer:
 
 
 def shape_of(module: nn.Module, adapter: Adapter) -> tuple[int, int, bool] | None:
-    """Return (width of x, width of dy, whether the weight gets a matrix normal), or None if unknown before the first call."""
+    """Return (width of x, width of dy, has a matrix normal), or None if unknown before the first call."""
     shape = shape_of_weight(module, adapter.weight)
     if shape is None:
         return None

@@ -1,15 +1,17 @@
-"""Columns of a raw input whose mean is large against their spread: a year, a price, a timestamp.
+"""Alarms for columns of a raw input whose mean is large compared with their spread: a year, a price, a timestamp.
 
-A format with m mantissa bits rounds a value to within 2^-(m+1) of its size. E4M3 has three: a year is off by up to 64. What a model learns from is how a column
-varies, so a column is in danger when
+A format with m mantissa bits rounds a value to within 2^-(m+1) of its size. E4M3 has three: a year is off by up to 64.
+A model learns from the variation of a column, so a column is at risk if
 
-    |mean| / spread > RATIO                     8: the rounding of E4M3 (2.6 % of the size, rms) is a fifth of the spread
-    |mean| * 2^-5   > 0.1 * median spread       it is large enough to matter beside the other columns
+    |mean| / spread > RATIO                     8: the rounding of E4M3 (2.6 % rms) is a fifth of the spread
+    |mean| * 2^-5   > 0.1 * median spread       the error is large enough to matter compared with the other columns
 
-No scale helps: the rounding error is relative to the element, whatever it is divided by. This is an alarm that names a cause, and no verdict: what it does to the
-loss is what the score says. The same holds for bf16, 2^-9, and for a timestamp it is as bad: then float32 is named.
+No scale helps, because the rounding error is relative to the element. The alarm names a cause; it is not a verdict,
+which is left to the score. The same holds for bf16 with 2^-9. For a timestamp even that is too coarse, and the alarm
+recommends float32.
 
-Looked at are inputs that need no gradient: those come from the data. Inside a model a large mean is the business of `loka.probe.cause`.
+Only inputs that need no gradient are checked, because those come from the data. `loka.probe.cause` handles large means
+inside a model.
 """
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from loka.records import Alarm
 
 RATIO = 8.0
-FP8_ROUNDING, BF16_ROUNDING = 2.0**-5, 2.0**-9  # of the size: about the rms of what rounding moves
+FP8_ROUNDING, BF16_ROUNDING = 2.0**-5, 2.0**-9  # approximate rms rounding error, relative to the value
 MATTERS = 0.1
 MAX_ALARMS = 5
 SKEWED = 16.0
@@ -26,10 +28,10 @@ SKEWED = 16.0
 
 @torch.no_grad()
 def find_offsets(rows: Tensor) -> list[Alarm]:
-    """Alarms for a sample of rows of an input.
+    """Find columns at risk in a sample of input rows.
 
     Args:
-        rows: [R, K], of several batches.
+        rows: [R, K], from several batches.
 
     Returns:
         At most five alarms, the worst first.

@@ -1,11 +1,13 @@
-"""What a link of an FP8 chain loses as it runs: the rows of a look before they were rounded, beside the same rows as the chain multiplied them.
+"""Errors of a link of an FP8 chain as it runs: operands before rounding, compared with those the chain multiplied.
 
-Not a recipe that is tried out but what happened, with the scale that was in force (bounded, delayed, calibrated), saturation, and a gradient that was made from FP8 activations:
+Unlike a candidate recipe, this is measured, with the scales in use (bounded, delayed, calibrated), saturation, and
+gradients computed from FP8 activations:
 
-    fprop   x_low W_low^T  beside  x W^T            dgrad   dy_low W_low  beside  dy W            wgrad   dy_low^T x_low  beside  dy^T x
+    fprop   x_low W_low^T  vs.  x W^T        dgrad   dy_low W_low  vs.  dy W        wgrad   dy_low^T x_low  vs.  dy^T x
 
-Per look and GEMM the four sums of the score (`loka.probe.score`) and four errors: guarded MERE, relative L2, and the shares that saturate and that underflow in the worse operand. As a
-candidate of the report this has the recipe "chain".
+Per look and GEMM it keeps the four sums of the score (`loka.probe.score`) and four errors: guarded MERE, relative L2,
+and the saturated and underflowed shares of the worse operand. In a report this is the candidate with the recipe
+"chain".
 """
 
 from collections.abc import Mapping
@@ -27,14 +29,14 @@ _UNKNOWN = (torch.tensor(torch.nan), torch.tensor(torch.nan))
 
 
 class _OwnOperands(RoundedOperands):
-    """Operands whose low-precision side is what the chain had, whatever Spec is asked for."""
+    """Operands whose rounded values are those of the chain; the requested Spec is ignored."""
 
     def __init__(self, shown: Shown, own: Own) -> None:
         super().__init__(shown)
         self._own = own
 
     def low(self, role: str, spec: Spec, *, transposed: bool = False) -> Tensor:
-        """x, dy or w as the chain multiplied it."""
+        """Return x, dy or w as the chain multiplied it."""
         if role == "w":
             return self._own.w_t.dequantize().T if transposed else self._own.w.dequantize()
         low = self._own.x if role == "x" else self._own.dy
@@ -43,20 +45,20 @@ class _OwnOperands(RoundedOperands):
 
 
 class OwnTally:
-    """Sums and errors by look."""
+    """Score sums and errors of every look."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
-        self._rows: list[Tensor] = []  # [3, 8] a look; NaN where a GEMM did not happen or was not scored
+        self._rows: list[Tensor] = []  # [3, 8] per look; NaN if a GEMM did not run or was not scored
         self._nats: list[Tensor] = []
 
     @property
     def looks(self) -> int:
-        """Looks measured."""
+        """Number of looks measured."""
         return len(self._steps)
 
     def see(self, look: Look, weight: Tensor, loss: tuple[Tensor, Tensor] | None, step: int) -> None:
-        """Measure one look; without a known loss only errors."""
+        """Measure one look. If the loss is unknown, only errors are measured."""
         assert look.own is not None
         index = look.rows_to_score()
         dy = None if look.own.dy is None or look.dy is None else take_quantized(look.own.dy, index)
@@ -71,45 +73,48 @@ class OwnTally:
                 continue
             if gemm in sums:
                 table[number, :4] = sums[gemm]
-            table[number, 4:] = _errors(gemm, shown, own)
+            table[number, 4:] = _measure_errors(gemm, shown, own)
         self._steps.append(step)
         self._rows.append(table)
         self._nats.append(known[1].double())
 
-    def _table(self) -> tuple[Tensor, Tensor]:
-        """float64 [looks, 3, 8] and [looks], in the order of steps; the later half of them counts."""
+    def _later_half(self) -> tuple[Tensor, Tensor]:
+        """Return the later half of the looks in step order: float64 [looks, 3, 8], and their mean losses [looks]."""
         order = sorted(range(self.looks), key=self._steps.__getitem__)[self.looks // 2 :]
         return torch.stack([self._rows[i].cpu() for i in order]), torch.stack([self._nats[i].cpu() for i in order])
 
     def harm(self, gemm: Gemm) -> tuple[Interval, float] | None:
-        """(harm, mean) of the latest looks; None where nothing was scored."""
+        """Return (harm, mean) over the later half of the looks; None if nothing was scored."""
         if not self.looks:
             return None
-        table, nats = self._table()
+        table, nats = self._later_half()
         sums = table[:, GEMMS.index(gemm), :4]
         known = (sums[:, 0] > 0) & ~sums.isnan().any(1)
         size = float(nats[known].nanmean()) if bool(known.any()) else 1.0
         return harm_from(gemm, sums[known], nats=size if size == size else 1.0)
 
     def errors(self, gemm: Gemm, rows: int) -> DistributionError | str | None:
-        """The errors of the latest looks with their interval over looks; a text where one is not finite; None where the GEMM was not seen."""
+        """Return the errors over the later half of the looks with their intervals; None if the GEMM was not observed.
+
+        A string is the reason why there is no result: an error is not finite.
+        """
         if not self.looks:
             return None
-        values = self._table()[0][:, GEMMS.index(gemm), 4:]
-        values = values[~values[:, 2].isnan()]  # the share that saturates is a number even where errors are not
+        values = self._later_half()[0][:, GEMMS.index(gemm), 4:]
+        values = values[~values[:, 2].isnan()]  # the saturated share is finite even if errors are not
         if not len(values):
             return None
         found = [(v[0], v[1], v[2], v[3]) for v in values.tolist()]
         return summarise_draws(found, range(len(found)), "rows", rows, torch.Generator().manual_seed(0))
 
     def merge(self, other: "OwnTally") -> None:
-        """Add another rank's looks."""
+        """Add the looks of another rank."""
         self._steps += other._steps
         self._rows += other._rows
         self._nats += other._nats
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors; nothing where nothing was seen."""
+        """Return the state as tensors; empty if nothing was measured."""
         if not self.looks:
             return {}
         stacked = {
@@ -119,19 +124,19 @@ class OwnTally:
         return {"steps": torch.tensor(self._steps), **stacked}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self._steps = state["steps"].tolist()
         self._rows, self._nats = list(state["rows"].clone().unbind()), list(state["nats"].clone().unbind())
 
 
-def _errors(gemm: Gemm, shown: Shown, own: Own) -> Tensor:
-    """MERE, relative L2, and the shares of the worse operand that saturate and underflow."""
+def _measure_errors(gemm: Gemm, shown: Shown, own: Own) -> Tensor:
+    """Return MERE, relative L2, and the saturated and underflowed shares of the worse operand."""
     x, w = shown.x.float(), shown.weight.float()
     x_low = own.x.dequantize()
     lost: list[tuple[Tensor, Tensor]] = []
     if gemm == "fprop":
         out, exact = x_low @ own.w.dequantize().T, x @ w.T
-        lost.append(_lost(x, own.x))
+        lost.append(_measure_lost(x, own.x))
     else:
         assert shown.dy is not None
         assert own.dy is not None
@@ -140,14 +145,14 @@ def _errors(gemm: Gemm, shown: Shown, own: Own) -> Tensor:
             out, exact = dy_low @ own.w_t.dequantize().T, dy @ w
         else:
             out, exact = dy_low.T @ x_low, dy.T @ x
-            lost.append(_lost(x, own.x))
-        lost.append(_lost(dy, own.dy))
+            lost.append(_measure_lost(x, own.x))
+        lost.append(_measure_lost(dy, own.dy))
     mere, error, size = compare_rows(out, exact)
     l2 = (error.sum() / size.sum().clamp(min=1e-300)).sqrt()
     shares = [torch.stack(part).amax() for part in zip(*lost, strict=True)]
     return torch.stack([mere.mean(), l2, *shares])
 
 
-def _lost(plain: Tensor, low: QTensor) -> tuple[Tensor, Tensor]:
+def _measure_lost(plain: Tensor, low: QTensor) -> tuple[Tensor, Tensor]:
     clipped, vanished = lost_by_row(plain, low)
     return clipped.mean(), vanished.mean()

@@ -1,17 +1,18 @@
-"""Losses of the same examples in two arithmetics: the relative change of their mean, with an interval that claims no more than was measured.
+"""Compare losses of the same examples in two precisions: the relative change of their mean, with an honest interval.
 
     change = sum(low - high) / sum(high)            paired, so free of the noise of drawing examples
 
-What an interval over single numbers would miss:
+An interval over single numbers would miss four effects:
 
-    numbers of one example       tokens and tasks of one example err together: a loss of shape [B, ...] is compared by its B examples
-    examples of one batch        share scales, so one extreme row can hurt all of its batch: where batches differ by more than their examples explain, batches are the unit
-    the same batch twice         is one batch: copies are recognised by their losses
-    the numbers' own rounding    a mean in bfloat16 moves in steps of 0.4 to 0.8 %: two that are equal differ by anything up to a step. Per number the rounding of a difference has
-                                 the variance step^2 / 6 (two uniform errors), added in squares
+    numbers of one example       tokens and tasks of one example err together: a loss [B, ...] is compared by example
+    examples of one batch        they share scales, so one extreme row can hurt its batch. If batches differ more than
+                                 their examples explain, batches are the unit
+    the same batch twice         counts as one batch; copies are recognized by their losses
+    rounding of the losses       a mean in bfloat16 moves in steps of 0.4 to 0.8 %, and equal losses may differ by one.
+                                 The rounding of a difference has variance step^2 / 6 (two uniform errors)
 
-Batches count as differing where the ratio of the two squared standard errors is beyond what chance gives once in 200 times: the quantile of chi^2_k / k, k = batches - 1,
-after Wilson and Hilferty.
+Batches differ if the ratio of the two squared standard errors exceeds what chance gives once in 200 times: the quantile
+of chi^2_k / k with k = batches - 1, by the Wilson-Hilferty approximation.
 """
 
 import hashlib
@@ -27,27 +28,27 @@ from loka.metrics import compare_paired
 from loka.metrics.bootstrap import Method
 from loka.records import Interval
 
-NEVER = 1e9  # a change that is within no margin; records hold no infinity
+NEVER = 1e9  # a change beyond any margin; stands for infinity, which records cannot hold
 SURE = 1.96
-BY_CHANCE = 2.576  # standard deviations: once in 200 times
-SHORT = (torch.bfloat16, torch.float16)  # types whose steps are coarser than any margin
-MOST_TASKS = 16  # columns of a loss that are compared by themselves; more are steps of a sequence
-TELLING = 8  # different numbers in a batch, by which another is recognised as its copy
-LEAST_BATCHES = 3  # of which a spread says something
-UNSEEN = 3.0  # changes: where as many are expected among the pairs, once in 20 times none is there
+BY_CHANCE = 2.576  # standard deviations that chance exceeds once in 200 times
+SHORT = (torch.bfloat16, torch.float16)  # dtypes whose steps are coarser than any margin
+MOST_TASKS = 16  # columns of a loss that are compared separately; more are taken for steps of a sequence
+TELLING = 8  # distinct losses a batch needs for its copies to be recognized
+LEAST_BATCHES = 3  # batches needed to estimate their spread
+UNSEEN = 3.0  # rule of three: if 3 changes are expected among the pairs, none is observed once in 20 times
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The loss of every example, or of every batch where only that is known.
+    """The loss of every example, or of every batch if only that is known.
 
     Args:
         values: float64, in order.
-        per_example: whether there are several to a batch.
-        examples: which example a value belongs to; None: every value is one of its own.
-        batches: which batch it belongs to; None: not known.
-        step: relative distance of neighbours in the type they were computed in, where that is a short one; else 0.
-        columns: values of each example, where all have the same few: tasks.
+        per_example: whether a batch has several values.
+        examples: the example each value belongs to; None if every value is its own example.
+        batches: the batch each value belongs to; None if unknown.
+        step: machine epsilon of the dtype the values were computed in if it is a 16-bit one, else 0.
+        columns: values per example, if all have the same small number (tasks).
 
     Example:
         >>> low.change_from(high).high
@@ -67,39 +68,41 @@ class Losses:
 
     @property
     def unseen(self) -> float:
-        """The relative change that may be there where no value changes, of a metric that counts hits or errors: it moves in steps, at least of the smallest difference between two values, and n pairs that agree leave room for one that does not in n / 3."""
+        """Relative change that may remain undetected if no value changes, for a metric that counts hits or errors.
+
+        Such a metric moves in steps, at least the smallest difference between two values. If n pairs all agree, up to 3
+        / n of all pairs may still differ.
+        """
         known, size = torch.unique(self.values), abs(self.mean)
         if size == 0.0:
             return NEVER
-        step = float(known.diff().min()) if len(known) > 1 else size  # of one value nothing shows how it changes
-        pairs = self.values.numel() if self.examples is None else _distinct(self.examples)
+        step = float(known.diff().min()) if len(known) > 1 else size  # a single value does not show the step
+        pairs = self.values.numel() if self.examples is None else _count_distinct(self.examples)
         return UNSEEN / pairs * step / size
 
     @property
     def digest(self) -> str:
-        """Of all of them: other weights, batches or another metric have other losses."""
+        """Hash of all values, which changes with the weights, the batches or the metric."""
         return hashlib.sha256(self.values.numpy().tobytes()).hexdigest()[:16]
 
     def change_from(
         self, base: "Losses", groups: Tensor | None = None, *, seed: int = 0, method: Method | Literal["auto"] = "student"
     ) -> Interval:  # fmt: skip
-        """Relative change of the mean with its 95 % interval.
+        """Return the relative change of the mean with its 95 % interval.
 
         Args:
             base: the same examples in high precision.
-            groups: ids of what is independent, one per value, instead of examples.
-            seed: of a bootstrap.
-            method: of the interval.
+            groups: ids of independent units, one per value; by default the examples.
+            seed: seed of the bootstrap.
+            method: method of the interval, see `loka.metrics.bootstrap`.
         """
         chosen = base.examples if groups is None else groups
         return compare_losses(self.values, base.values, chosen, batches=base.batches, step=max(self.step, base.step), seed=seed, method=method)  # fmt: skip
 
     def changed_columns(self, base: "Losses", margin: float) -> dict[int, tuple[float, Interval]]:
-        """Columns of the loss that surely change by more than a margin, whatever their sum does: by number, their share of the loss and their change.
+        """Find columns (tasks) whose loss significantly increases by more than `margin`, even if the sum does not.
 
-        Args:
-            base: the same examples in high precision.
-            margin: relative change.
+        Returns column -> (its share of the loss, its change). `base` holds the same examples in high precision.
         """
         low, high = (losses.values.view(-1, self.columns).T for losses in (self, base))
         found = {}
@@ -114,10 +117,10 @@ def gather(parts: Sequence[Tensor]) -> Losses:
     """Collect the losses of several batches, in order.
 
     Args:
-        parts: one floating tensor for every batch: a number, or one and more for each example, which are then the first dimension.
+        parts: one floating-point tensor per batch: a scalar, or [examples, ...].
 
     Returns:
-        All of them on the CPU.
+        The losses, on the CPU.
     """
     examples, batches, first, seen = [], [], 0, dict[bytes, tuple[int, int]]()
     for number, part in enumerate(parts):
@@ -131,52 +134,53 @@ def gather(parts: Sequence[Tensor]) -> Losses:
     return Losses(
         torch.cat([part.detach().double().reshape(-1).cpu() for part in parts]),
         per_example=any(part.numel() > 1 for part in parts),
-        examples=ids if _distinct(ids) < len(ids) else None,
+        examples=ids if _count_distinct(ids) < len(ids) else None,
         batches=torch.cat(batches),
-        columns=_columns(parts),
+        columns=_count_columns(parts),
         step=max(torch.finfo(part.dtype).eps if part.dtype in SHORT else 0.0 for part in parts),
     )
 
 
-def _distinct(values: Tensor) -> int:
-    """How many different ones."""
+def _count_distinct(values: Tensor) -> int:
+    """Count the distinct values."""
     return len(torch.unique(values))
 
 
-def _columns(parts: Sequence[Tensor]) -> int:
-    """Values of an example that are tasks: few, and as many in every batch."""
+def _count_columns(parts: Sequence[Tensor]) -> int:
+    """Return the number of tasks per example: small, and the same in every batch; else 1."""
     widths = {part.shape[1] if part.dim() == 2 else 1 for part in parts}
     return max(widths) if len(widths) == 1 and max(widths) <= MOST_TASKS else 1
 
 
 def _fingerprint(part: Tensor, number: int) -> bytes:
-    """The same for batches whose losses are the same bit for bit, where these are numbers that two batches do not share by chance: not of a short type, hits or a count."""
+    """Return a key that is equal for batches with bit-identical losses.
+
+    Losses that two batches may share by chance (16-bit values, hits, counts) get a key of their own.
+    """
     values = part.detach().cpu().contiguous().reshape(-1)
-    telling = _distinct(values) >= min(TELLING, values.numel()) and not torch.equal(values, values.bfloat16().to(values.dtype))  # fmt: skip
+    telling = _count_distinct(values) >= min(TELLING, values.numel()) and not torch.equal(values, values.bfloat16().to(values.dtype))  # fmt: skip
     return values.numpy().tobytes() if telling and part.dtype not in SHORT else str(number).encode()
 
 
 def has_drifted(again: Losses, base: Losses, margin: float) -> Interval | None:
-    """The change of high precision against itself, where it may be half of a margin: then no other change can be held against that margin.
+    """Check whether the high-precision run is reproducible enough to compare other changes with a margin.
 
     Args:
-        again: the same examples once more, nothing converted.
-        base: the first time.
-        margin: that changes are held against.
+        again: the losses of a second run with nothing converted.
+        base: the losses of the first run.
+        margin: the margin that changes are compared with.
 
     Returns:
-        The change; None where the second run says what the first did, or nearly.
+        The change between the runs if it may exceed half the margin, else None.
     """
     change = compare_losses(again.values, base.values, base.examples, batches=base.batches, method="student")
-    return change if max(-change.low, change.high) > margin / 2 + base.step else None  # a step of a short type may flip
+    return (
+        change if max(-change.low, change.high) > margin / 2 + base.step else None
+    )  # 16-bit values may flip by a step
 
 
 def spell_change(change: Interval) -> str:
-    """A change with its interval, in percent.
-
-    Args:
-        change: relative.
-    """
+    """Spell out a relative change and its interval, in percent."""
     if change.value >= NEVER:
         return "to something that is not finite"
     return f"by {change:+.4%}"
@@ -186,19 +190,20 @@ def compare_losses(
     candidate: Tensor, baseline: Tensor, groups: Tensor | None = None, *, batches: Tensor | None = None, step: float = 0.0, seed: int = 0,
     method: Method | Literal["auto"] = "auto",
 ) -> Interval:  # fmt: skip
-    """Relative change of the mean with its 95 % interval, paired.
+    """Return the relative change of the mean with its 95 % interval, paired.
 
     Args:
         candidate: one number per example, or per batch; lower is better.
-        baseline: of the same ones.
-        groups: ids of what is independent; None for the numbers themselves.
-        batches: ids of the batches they were computed in; None: not known.
-        step: relative distance of neighbours in the type they were computed in, `torch.finfo(dtype).eps`.
-        seed: of the bootstrap.
-        method: of the interval; `student` needs no resampling.
+        baseline: the numbers of the same examples.
+        groups: ids of independent units; None if the numbers are independent.
+        batches: ids of the batches they were computed in; None if unknown.
+        step: `torch.finfo(dtype).eps` of the dtype they were computed in, if it is a 16-bit one.
+        seed: seed of the bootstrap.
+        method: method of the interval; `student` needs no resampling.
 
     Returns:
-        (candidate - baseline) / |baseline|, as a share. A number that is not finite, in either, is a change of `NEVER`; a single pair is known up to its sign.
+        (candidate - baseline) / |baseline| as a fraction; `NEVER` if any number is not finite. For a single pair the
+        interval is symmetric, because only the size of the change is known.
 
     Example:
         >>> compare_losses(torch.tensor([1.01, 1.03]), torch.ones(2)).value
@@ -208,8 +213,8 @@ def compare_losses(
     if not bool(difference.isfinite().all()):
         return Interval(value=NEVER, low=NEVER, high=NEVER)
     size = float(baseline.double().mean().abs().clamp(min=1e-30))
-    rounding = SURE * _rounding(baseline.double(), step) / (size * difference.numel())
-    if difference.numel() < 2 or (groups is not None and _distinct(groups) < 2):
+    rounding = SURE * _rounding_deviation(baseline.double(), step) / (size * difference.numel())
+    if difference.numel() < 2 or (groups is not None and _count_distinct(groups) < 2):
         alone = float(difference.mean()) / size
         return Interval(value=alone, low=-abs(alone) - rounding, high=abs(alone) + rounding)
     relative = float(baseline.double().sum()) > 0
@@ -223,27 +228,27 @@ def compare_losses(
 def _interval(
     candidate: Tensor, baseline: Tensor, groups: Tensor | None, batches: Tensor | None, relative: bool, method: Method | Literal["auto"], seed: int
 ) -> tuple[float, float, float]:  # fmt: skip
-    """(estimate, low, high) over the units that are independent: examples or groups, or batches where these differ."""
+    """Return (estimate, low, high) over the independent units: examples or groups, or batches if these differ."""
 
     def compare(ids: Tensor | None, method: Method | Literal["auto"]) -> tuple[float, tuple[float, float, float]]:
         made = compare_paired(candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=ids, relative=relative, method=method, seed=seed)  # fmt: skip
         return made.standard_error, (made.estimate, made.low, made.high)
 
     error, found = compare(groups, method)
-    freedom = 0 if batches is None else _distinct(batches) - 1
+    freedom = 0 if batches is None else _count_distinct(batches) - 1
     if batches is None or freedom + 1 < LEAST_BATCHES or batches.numel() == freedom + 1:
         return found
     between, by_batch = compare(batches, "student")
-    return by_batch if between**2 > _chance(freedom) * error**2 else found
+    return by_batch if between**2 > _chi_square_quantile(freedom) * error**2 else found
 
 
-def _chance(freedom: int) -> float:
-    """What chi^2 / freedom exceeds once in 200 times."""
+def _chi_square_quantile(freedom: int) -> float:
+    """Return the value that chi^2 / freedom exceeds once in 200 times."""
     part = 2 / (9 * freedom)
     return (1 - part + BY_CHANCE * math.sqrt(part)) ** 3
 
 
-def _rounding(values: Tensor, step: float) -> float:
-    """Standard deviation of a sum of differences of numbers that were rounded to a type with this relative step."""
+def _rounding_deviation(values: Tensor, step: float) -> float:
+    """Return the standard deviation of a sum of differences of numbers rounded with this relative step."""
     powers = torch.exp2(values.abs().clamp(min=1e-30).log2().floor())
     return step * math.sqrt(float(powers.square().sum()) / 6)

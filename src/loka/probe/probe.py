@@ -6,12 +6,12 @@
         probe.step()
     report = probe.evaluate()
 
-Each site is observed on one step in `every` (100 by default). Such a look collects statistics, learned distributions and a few
-real rows of x, W and dy for all three GEMMs (`loka.probe.watch`), and scores what every recipe would do to the loss
-(`loka.probe.score`). On the other steps a hook costs one `if`. Training is bit-identical with the probe attached. Under
-torch.compile it is identical up to rounding, because a sampled step runs a second compiled graph (`loka.probe.seeing`).
-`evaluate` then runs every candidate on the collected data (`loka.probe.survey`). Sites are linears by default; `kinds` adds
-grouped, mixed and batched products and lookups (`loka.probe.adapter`).
+Each site is observed on one step in `every` (100 by default). Such a look collects statistics, learned distributions
+and a few real rows of x, W and dy for all three GEMMs (`loka.probe.watch`), and scores what every recipe would do to
+the loss (`loka.probe.score`). On the other steps a hook costs one `if`. Training is bit-identical with the probe
+attached. Under torch.compile it is identical up to rounding, because a sampled step runs a second compiled graph
+(`loka.probe.seeing`). `evaluate` then runs every candidate on the collected data (`loka.probe.survey`). Sites are
+linears by default; `kinds` adds grouped, mixed and batched products and lookups (`loka.probe.adapter`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site
 
 
 class Probe(Observer):
-    """Observes the sites of a model while it trains, and judges them. It changes no value and never raises into the training loop.
+    """Observes the sites of a model while it trains, and judges them. It changes no value and never raises in the loop.
 
     Args:
         model: any nn.Module, also one wrapped by DDP, torch.compile or TorchRec.
@@ -47,7 +47,8 @@ class Probe(Observer):
         window: length in steps of a window of `drift`.
         stagger: number of groups of sites that are observed on different steps.
         snapshot_every: steps between snapshots of the weights, and between saves.
-        recipes: recipes to score besides the FP8 ones: ("mxfp8", "nvfp4", "int8") shows what would be safe on other GPUs.
+        recipes: recipes to score besides the FP8 ones: ("mxfp8", "nvfp4", "int8") shows what would be safe on other
+            GPUs.
         save_to: file to which the state is saved in the background.
 
     Example:
@@ -61,7 +62,7 @@ class Probe(Observer):
     _flops: int | None = None
 
     def count_flops(self, step: Callable[[], Any]) -> int:
-        """Run one training step (forward and backward) and count the FLOPs of all its matrix products, not only the linears'.
+        """Run one training step (forward and backward) and count the FLOPs of all its matrix products.
 
         After this call, `flops_share` in a report is a share of the whole model; otherwise it is a share of the probed
         sites. The step itself is not recorded.
@@ -89,16 +90,18 @@ class Probe(Observer):
         """Measure every recipe on every GEMM of every site, and judge it.
 
         Args:
-            recipes: names in `loka.dispatch.RECIPES`; by default tensorwise, rowwise, blockwise and the recipes passed to the
-                Probe. Only these are scored during training; others are judged by the error of their products alone.
+            recipes: names in `loka.dispatch.RECIPES`; by default tensorwise, rowwise, blockwise and the recipes passed
+                to the Probe. Only these are scored during training; others are judged by the error of their products
+                alone.
             samples: resamples or draws per interval.
             backends: the backends a plan may choose from; by default those for the model's device (`choose_backends`).
             max_error: largest error allowed in fprop (MERE).
             max_gradient_error: largest error allowed in dgrad and wgrad (relative L2).
             model_name, data_name, command: written to the report.
-            progress: called as progress(site, done, total) before each site; by default a terminal shows a progress bar.
-            example: a model input (a tuple is *args, a dict **kwargs) used to find chains; by default the inputs of some
-                sampled calls are used.
+            progress: called as progress(site, done, total) before each site; by default a terminal shows a progress
+                bar.
+            example: a model input (a tuple is *args, a dict **kwargs) used to find chains; by default the inputs of
+                some sampled calls are used.
             settings: further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights,
                 repeats, seconds, gate.
         """
@@ -159,9 +162,10 @@ class Probe(Observer):
         }
 
     def drift(self, judge: Judge | None = None, **settings: Any) -> DriftReport:
-        """Report which statistics moved during training, when, and whether the verdict would change. See `loka.probe.drift`.
+        """Report which statistics moved, when, and whether the verdict would change. See `loka.probe.drift`.
 
-        Verdicts come from `judge`, or from an evaluation with `settings`. With neither, windows are only compared, which is cheap.
+        Verdicts come from `judge`, or from an evaluation with `settings`. With neither, windows are only compared,
+        which is cheap.
         """
         self.absorb()
         if judge is None and settings:

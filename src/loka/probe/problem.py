@@ -1,17 +1,17 @@
-"""One GEMM of a site on operands drawn from somewhere.
+"""One GEMM of a site, with operands from one of four sources.
 
     fprop   y  = x  W^T      a = x     b = W
     dgrad   dx = dy W        a = dy    b = W^T
     wgrad   dW = dy^T x      a = dy^T  b = x^T       the rows of the batch are the contracted axis
 
-Where operands come from:
+Sources of operands:
 
-    rows       real rows a site kept, with its actual weight: the control for everything that is modelled
-    copula     rows with the learned correlation and the empirical marginals (heavy tails survive), with the actual weight
+    rows       real rows kept by the site, with its actual weight: the control for everything that is modeled
+    copula     rows with the learned correlation and empirical marginals (heavy tails survive), with the actual weight
     gaussian   rows of N(mu, Sigma) and a weight of the learned matrix normal: what the published method draws
-    normal     N(0, 1) for both, which is what kernels are usually tested on: for comparison only
+    normal     N(0, 1) for both, on which kernels are usually tested: for comparison only
 
-References are products in float64: whatever a process has allowed for float32 products (TF32), the reference is not touched by it.
+References are float64 products, so they do not depend on whether the process allows TF32.
 """
 
 from collections.abc import Iterator
@@ -23,21 +23,21 @@ from torch import Tensor
 from loka.probe.watch import Watch
 from loka.records import Gemm, Source
 
-ROWS_PER_SAMPLE = 16  # of a drawn fprop or dgrad: 100 samples look at 1,600 rows
-WGRAD_ROWS = 128  # contracted rows of a drawn wgrad, for each sample asked for: one whole 1x128 group
-# at most: a gradient of few examples is mostly noise, and its relative error larger than a batch's
+ROWS_PER_SAMPLE = 16  # rows of a drawn fprop or dgrad: 100 samples use 1,600 rows
+WGRAD_ROWS = 128  # contracted rows of a drawn wgrad per sample: one whole 1x128 group
+# ... and at most. Not fewer: a gradient of few examples is mostly noise, with a larger relative error.
 MAX_WGRAD_ROWS = 512
-WEIGHT_FLOPS = 2e9  # for drawing weights of one GEMM; wide sites draw fewer, at least MIN_WEIGHTS
-# a weight costs a draw, a quantisation and a product for every candidate; rows are cheap
+WEIGHT_FLOPS = 2e9  # budget for drawing the weights of one GEMM; wide sites draw fewer, but at least MIN_WEIGHTS
+# Each weight costs a draw, and a quantization and a product for every candidate. Rows are cheap.
 MIN_WEIGHTS, MAX_WEIGHTS = (4, 8)
-# columns of a result that are looked at; wgrad: rows too
+# at most this many columns of a result are computed; for wgrad also rows
 MAX_OUTPUTS: dict[Gemm, int] = {"fprop": 256, "dgrad": 256, "wgrad": 128}
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Problem:
-    """out = a b^T, and the product the result is compared with."""
+    """The operands of out = a b^T."""
 
     gemm: Gemm
     a: Tensor
@@ -49,27 +49,27 @@ class Problem:
         return self.a.shape[1] if self.gemm == "wgrad" else self.a.shape[0]
 
     def select(self, index: Tensor) -> "Problem":
-        """The same GEMM on some of the rows."""
+        """Return the same GEMM on some of the rows."""
         if self.gemm == "wgrad":
             return Problem(self.gemm, self.a[:, index].contiguous(), self.b[:, index].contiguous())
         return Problem(self.gemm, self.a[index], self.b)
 
     def keep(self, outputs: "Outputs") -> "Problem":
-        """The same GEMM with some of its outputs."""
+        """Return the same GEMM restricted to some of its outputs."""
         a = self.a if outputs.rows is None else self.a[outputs.rows]
         return Problem(self.gemm, a, self.b if outputs.columns is None else self.b[outputs.columns])
 
     def reference(self) -> Tensor:
-        """The product in float64."""
+        """Return the product in float64."""
         return self.a.double() @ self.b.double().T
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which rows (of a wgrad) and columns of a result are computed; None: all.
+    """Which rows (of a wgrad) and columns of a result are computed; None means all.
 
-    Outputs do not depend on each other but through scales, so a wide GEMM is judged by whole blocks of 128 of them, drawn at random,
-    the one with the largest element always among them: it decides the scale where there is only one.
+    Outputs depend on each other only through scales, so a wide GEMM is judged by random whole blocks of 128 outputs.
+    The block with the largest element is always included, because it determines a tensorwise scale.
     """
 
     rows: Tensor | None = None
@@ -84,7 +84,7 @@ class Outputs:
 
 
 def _choose_blocks(operand: Tensor, limit: int, generator: torch.Generator) -> Tensor | None:
-    """Rows of an operand: whole blocks, in order."""
+    """Choose rows of an operand in whole blocks, in order; None for all."""
     height = operand.shape[0]
     if height <= limit:
         return None
@@ -97,14 +97,14 @@ def _choose_blocks(operand: Tensor, limit: int, generator: torch.Generator) -> T
 
 @dataclass(frozen=True)
 class Chunk:
-    """Several samples of one weight: equal numbers of rows, one sample after the other."""
+    """Several samples that share a weight: equal numbers of rows, one sample after the other."""
 
     problem: Problem
     samples: int
 
 
 def rows_of(watch: Watch, gemm: Gemm) -> Problem:
-    """The GEMM on the rows a site kept and its actual weight."""
+    """Return the GEMM on a site's kept rows and its actual weight."""
     x, dy = watch.reservoir.x.float(), watch.reservoir.dy
     if gemm == "fprop":
         return Problem(gemm, x, weight_of(watch))
@@ -116,14 +116,14 @@ def rows_of(watch: Watch, gemm: Gemm) -> Problem:
 
 
 def weight_of(watch: Watch) -> Tensor:
-    """The actual weight [N, K]; of a grouped site one expert's, always the same."""
+    """Return the actual weight [N, K]; for a grouped site that of one fixed expert."""
     return watch.draw("w", "rows", 1, torch.Generator().manual_seed(0))
 
 
 def draw_chunks(
     watch: Watch, gemm: Gemm, source: Source, samples: int, generator: torch.Generator, outputs: Outputs | None = None
 ) -> Iterator[Chunk]:
-    """`samples` draws of a GEMM in few large products: all that share a weight together, and a wgrad in one, whose rows are resampled instead."""
+    """Draw samples of a GEMM as a few large problems: one per weight, and a single one for wgrad, to be resampled."""
     outputs = outputs or Outputs()
     if gemm == "wgrad":
         x, dy = watch.draw_pair(source, min(samples * WGRAD_ROWS, MAX_WGRAD_ROWS), generator)
@@ -137,11 +137,11 @@ def draw_chunks(
 
 
 def count_weights(n: int, k: int, samples: int) -> int:
-    """How many weights are drawn for `samples` pairs: drawing one factors U and V and multiplies [N, N] by [N, K] by [K, K]."""
+    """Return how many weights to draw. Each costs a factorization of U and V and a triple product."""
     affordable = int(WEIGHT_FLOPS / (2 * n * k * (n + k) + (n**3 + k**3) / 3))
     return max(1, min(samples, MAX_WEIGHTS, max(affordable, MIN_WEIGHTS)))
 
 
 def split_samples(samples: int, parts: int) -> list[int]:
-    """Parts of nearly equal size."""
+    """Split a number into parts of nearly equal size."""
     return [samples // parts + (part < samples % parts) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""Progress of something slow, on stderr: a bar where a person sits at a terminal, nothing where the output goes to a file."""
+"""Progress of slow operations on stderr: a bar on a terminal, nothing if stderr is redirected."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ Progress = Callable[[str, int, int], None]
 
 @contextmanager
 def telling(progress: Progress | None, what: str = "evaluate") -> Iterator[Progress]:
-    """What to call with (name, done, total): the caller's own, or a bar that is cleared at the end."""
+    """Yield a function to call with (name, done, total): the caller's own, or one that draws a bar."""
     if progress is not None or not sys.stderr.isatty():
-        yield progress or _say_nothing
+        yield progress or _ignore
         return
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -23,5 +23,5 @@ def telling(progress: Progress | None, what: str = "evaluate") -> Iterator[Progr
         )
 
 
-def _say_nothing(name: str, done: int, total: int) -> None:
-    """Nobody is watching."""
+def _ignore(name: str, done: int, total: int) -> None:
+    pass

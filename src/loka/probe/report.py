@@ -82,9 +82,9 @@ class Report:
             min_speedup: None ignores speed: the plan is for accuracy only, and says so.
             target: name of a device whose times come from `database`.
             overrides: maps site wildcards to a recipe name or "high"; the first match wins.
-            chains: whether consecutive linears pass FP8 to each other where each is within its share of the margin. True
-                requires it, or raises with the reasons; False never does it; None does it only in a plan for accuracy only,
-                because a report has no timings of chains.
+            chains: whether consecutive linears pass FP8 to each other where each is within its share of the margin.
+                True requires it, or raises with the reasons; False never does it; None does it only in a plan for
+                accuracy only, because a report has no timings of chains.
             margin: by default the report's own.
             database: by default the measurements that ship with the package.
 

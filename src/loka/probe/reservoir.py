@@ -1,13 +1,13 @@
-"""A small uniform sample of the real rows a site saw, x and dy of the same rows together.
+"""Reservoir: a small uniform sample of the real rows of a site, x and dy of the same rows together.
 
-Algorithm R: row number t (counted from 1) replaces a random one of the `capacity` kept rows with probability capacity / t, so that at
-any time every row seen so far has the same chance to be kept. Real rows are the control for everything that is modelled: a heavy
-tail that a Gaussian misses is in here.
+Algorithm R: row number t (counted from 1) replaces a random one of the `capacity` kept rows with probability capacity /
+t, so that at any time every row seen so far is equally likely to be kept. Real rows are the control for everything that
+is modeled: they contain heavy tails that a Gaussian misses.
 
-Where rows go is drawn on the CPU and sent to the device; nothing waits for it. Two reservoirs merge by drawing each kept row from one or the other
-in proportion to what they have seen.
+Slots are drawn on the CPU and sent to the device without synchronization. Two reservoirs are merged by drawing each
+kept row from one or the other in proportion to the rows they have seen.
 
-What it does not keep is which rows made up a batch: a weight gradient is evaluated on rows of several sampled steps.
+The reservoir does not know which rows formed a batch: a weight gradient is evaluated on rows of several sampled steps.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ MIN_ROWS = 64
 
 
 class Reservoir:
-    """Rows of x [*, K] and, where there are gradients, of dy [*, N]."""
+    """A uniform sample of rows of x [*, K] and, if there are gradients, of dy [*, N]."""
 
     def __init__(self, rows: int, widths: tuple[int, int], device: torch.device, generator: torch.Generator) -> None:
         self.capacity = self.rows_for(rows, widths)
@@ -32,17 +32,17 @@ class Reservoir:
 
     @staticmethod
     def rows_for(rows: int, widths: tuple[int, int]) -> int:
-        """How many of the wanted rows are kept at these widths."""
+        """Return how many of the wanted rows are kept at these widths."""
         return max(1, min(rows, max(MAX_BYTES // (4 * max(sum(widths), 1)), MIN_ROWS)))
 
     @staticmethod
     def bytes_for(rows: int, widths: tuple[int, int]) -> int:
-        """Memory it takes."""
+        """Return the memory it takes, in bytes."""
         return 4 * Reservoir.rows_for(rows, widths) * sum(widths)
 
     @property
     def kept(self) -> int:
-        """Rows held."""
+        """Number of rows kept."""
         return min(self.seen, self.capacity)
 
     @property
@@ -52,12 +52,12 @@ class Reservoir:
 
     @property
     def dy(self) -> Tensor | None:
-        """Kept rows of the output's gradient, matching `x`; None when no gradient was seen."""
+        """Kept rows of the output's gradient, matching `x`; None if no gradient was seen."""
         return self._dy[: self.kept] if self.has_dy else None
 
     @torch.no_grad()
     def offer(self, x: Tensor, dy: Tensor | None) -> None:
-        """Show rows; rows without a gradient are dropped once rows with one were seen, and replaced by them."""
+        """Offer rows to the sample. Rows without a gradient are dropped, and ignored, once rows with one arrive."""
         if dy is None and self.has_dy:
             return
         if dy is not None and not self.has_dy:
@@ -71,7 +71,7 @@ class Reservoir:
             self._dy[slots] = dy[rows].to(self._dy)
 
     def _place(self, count: int) -> tuple[Tensor, Tensor]:
-        """Slots and the offered rows that go there; a later row wins a slot, as it would one by one."""
+        """Return slots and the offered rows to store there. A later row wins a slot, as it would one by one."""
         numbers = torch.arange(self.seen, self.seen + count)
         self.seen += count
         draws = torch.rand(count, generator=self._generator, dtype=torch.float64)
@@ -83,7 +83,7 @@ class Reservoir:
 
     @torch.no_grad()
     def merge(self, other: "Reservoir") -> None:
-        """Become a uniform sample of what both have seen; rows with gradients win over rows without."""
+        """Merge in place into a uniform sample of the rows of both. Rows with gradients replace rows without."""
         if other.seen == 0 or (self.has_dy and not other.has_dy):
             return
         if self.seen == 0 or (other.has_dy and not self.has_dy):
@@ -113,7 +113,7 @@ class Reservoir:
             self._dy[: dy.shape[0]] = dy.to(self._dy)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors."""
+        """Return the state as tensors."""
         return {
             "x": self.x.cpu().clone(),
             "dy": self._dy[: self.kept].cpu().clone() if self.has_dy else torch.zeros(0, self._dy.shape[1]),
@@ -121,6 +121,6 @@ class Reservoir:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         seen, has_dy = state["seen"].tolist()
         self._take(state["x"], state["dy"] if has_dy else None, seen)

@@ -1,4 +1,4 @@
-"""The errors of a product, row by row, and what its operands lost when they were quantised."""
+"""Per-row errors of a product, and saturation and underflow of its quantized operands."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from torch import Tensor
 from loka.formats import E4M3, E5M2, QTensor, decode, expand_scale
 from loka.formats.error import MERE_GUARD
 
-FEW_OUTPUTS = 8  # a row of fewer has no size of its own
+FEW_OUTPUTS = 8  # with fewer outputs, a row's own rms is not used as a guard
 
 
 @dataclass(frozen=True)
 class RowErrors:
-    """What went wrong in every row of a result; float64 [rows]."""
+    """Errors of every row of a result; float64 [rows]."""
 
-    mere: Tensor  # guarded by the row's own size
+    mere: Tensor  # guarded by the row's own rms
     error: Tensor  # squared norm of the error
     size: Tensor  # squared norm of the reference
-    saturated: Tensor  # shares of the row of a
-    underflowed: Tensor
+    saturated: Tensor  # share of the row of operand a that saturates
+    underflowed: Tensor  # ... and that underflows to zero
 
     def __getitem__(self, index: Tensor | slice) -> "RowErrors":
         return RowErrors(
@@ -28,12 +28,13 @@ class RowErrors:
 
 
 def compare_rows(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(guarded MERE, squared error, squared size) of every row.
+    """Return (guarded MERE, squared error, squared reference) of every row.
 
-    The guard, 0.01 rms, is the row's own: a row is an example, and its size must not depend on its neighbours'. With one guard for the
-    whole output a tensorwise scale that flushes every small row to zero scores 0.004 (rows lognormal with sigma 5), since the large
-    rows alone set the guard; row by row it scores 0.99. A row whose reference is all zero is measured against the whole, and so is a row of
-    fewer than 8 outputs: a prediction layer's one output would be its own guard, and the mean of an unguarded ratio is infinite.
+    The guard, 0.01 rms, is computed per row: a row is an example, and its error must not depend on its neighbors. With
+    one guard for the whole output, a tensorwise scale that flushes every small row to zero scores 0.004 (rows lognormal
+    with sigma 5), because the large rows alone set the guard; row by row it scores 0.99. A row whose reference is all
+    zero uses the rms of the whole output, and so does a row of fewer than 8 outputs: the single output of a prediction
+    layer would be its own guard, and the mean of an unguarded ratio is infinite.
     """
     out, ref = out.double(), ref.double()
     error, magnitude = (out - ref).abs(), ref.abs()
@@ -48,14 +49,14 @@ def compare_rows(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def lost_by_row(x: Tensor, q: QTensor) -> tuple[Tensor, Tensor]:
-    """Shares of each row's elements that were clipped, and of its non-zero ones that became zero; float64 [rows].
+    """Return the share of each row that was clipped, and of its non-zero elements that became zero; float64 [rows].
 
-    The same definitions as loka.formats.saturated_fraction and underflowed_fraction, a row at a time.
+    Per-row versions of `loka.formats.saturated_fraction` and `underflowed_fraction`.
     """
     scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
     limit = q.spec.format.max * expand_scale(scale, q.shape, q.spec.block) * (1 + 2.0**-20)
     size = x.abs()
-    known = size < torch.inf  # NaN is not
+    known = size < torch.inf  # False for NaN
     clipped = (size > limit) & known
     nonzero = (size > 0) & known
     vanished = is_zero(q) & nonzero
@@ -66,7 +67,7 @@ def lost_by_row(x: Tensor, q: QTensor) -> tuple[Tensor, Tensor]:
 
 
 def is_zero(q: QTensor) -> Tensor:
-    """Where a quantised tensor holds zero: from the bits of an 8-bit float, which is much cheaper than decoding it."""
+    """Return where a quantized tensor is zero. For 8-bit floats this reads the bits, much cheaper than decoding."""
     if q.spec.format in (E4M3, E5M2):
         return (q.data.view(torch.uint8) & 0x7F) == 0
     return decode(q.data, q.spec.format) == 0

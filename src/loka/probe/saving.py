@@ -1,7 +1,7 @@
-"""Saving without waiting: the state is copied at once, a thread writes it, and a rename makes it the file.
+"""Background saving: a thread writes the already copied state to a temporary file and renames it.
 
-A crash leaves the last complete file. The copy is the only part training waits for. One write at a time: a second save waits for the first. An
-error of the thread is raised by the next save, or by `wait`.
+After a crash the last complete file remains. Training waits only for the copy. There is one write at a time: a second
+save waits for the first. An error in the thread is raised by the next save, or by `wait`.
 """
 
 import threading
@@ -25,13 +25,13 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, state: Mapping[str, Tensor], path: str | Path) -> None:
-        """Start to write; the tensors must not change any more."""
+        """Start writing. The tensors must not be modified afterwards."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(dict(state), Path(path)), name="loka-probe-save")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written; raises ValueError if a write failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -48,8 +48,8 @@ class Saver:
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """A saved state."""
+    """Read a saved state. Raises ValueError if the file is not one."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: is not a probe's state: {error}") from error
+        raise ValueError(f"{path} is not a probe's state: {error}") from error

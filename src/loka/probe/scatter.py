@@ -1,17 +1,17 @@
-"""Scatter matrices S = sum of x x^T over rows, added up batch by batch: whole, or, for wide rows, in two parts that fit.
+"""Scatter matrices S = sum of x x^T over rows, accumulated batch by batch: whole, or sketched for wide rows.
 
     whole       S [K, K]
     sketched    the diagonal blocks S_bb of 128 channels, exactly, and Y = S Omega [K, 32] for a fixed random Omega
 
-All of them are linear in S, so adding rows, adding another rank's and adding the correction of Chan's merge (one more row) are the same
-operation, and the result does not depend on how rows were batched, up to rounding.
+Both are linear in S, so adding rows, merging another rank and adding the correction of Chan's merge (one more row) are
+the same operation, and the result does not depend on how rows were batched, up to rounding.
 
-From Y the low-rank part comes back by Nystroem, F F^T = Y (Omega^T Y)^-1 Y^T, which never exceeds S; what the blocks hold beyond it,
-S_bb - F_b F_b^T, is therefore still a covariance. A sample is F z1 plus each block's own z2: inside a block the covariance is exact, across
-blocks it is the strongest 32 directions.
+The low-rank part is recovered from Y by the Nystroem method, F F^T = Y (Omega^T Y)^-1 Y^T. It never exceeds S, so the
+remainder of each block, S_bb - F_b F_b^T, is still a covariance. A sample is F z1 plus each block's own z2: the
+covariance is exact inside a block, and across blocks it keeps the strongest 32 directions.
 
-Whole scatters are shrunk towards their diagonal when a factor is taken. With n rows a correlation r has variance (1 - r^2)^2 / n, and the share of
-the correlations' energy that this noise explains is taken away:
+Whole scatters are shrunk towards their diagonal before they are factored. With n rows, a correlation r has variance
+(1 - r^2)^2 / n, and the share of the correlations' energy that this noise explains is removed:
 
     lambda = min(1, sum (1 - r_ij^2)^2 / n  /  sum r_ij^2)        over i != j
 
@@ -23,22 +23,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BLOCK = 128  # channels per diagonal block of a sketched scatter; also the width of a scaling block, so a block holds what shares a scale
+# Channels per diagonal block of a sketch: the width of a scaling block, so channels that share a scale stay together.
+BLOCK = 128
 RANK = 32
-JITTER = 1e-6  # of the mean variance, on the diagonal before Cholesky
+JITTER = 1e-6  # share of the mean variance added to the diagonal before Cholesky
 
 
 class Factor(Protocol):
-    """Turns standard normals into rows with a covariance."""
+    """A square root of a covariance: turns standard normals into rows with that covariance."""
 
     noise: int  # standard normals per row
 
     def apply(self, z: Tensor) -> Tensor:
-        """z [count, noise] -> [count, width]."""
+        """Map z [count, noise] to rows [count, width]."""
         ...
 
     def deviation(self) -> Tensor:
-        """Standard deviation of every channel of the rows."""
+        """Return the standard deviation of every channel of the rows."""
         ...
 
 
@@ -52,16 +53,16 @@ class Scatter(Protocol):
         ...
 
     def factor(self, count: float) -> Factor:
-        """A square root of the covariance S / (count - 1)."""
+        """Return a square root of the covariance S / (count - 1)."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What to add up across ranks and to save."""
+        """Return the tensors to save, and to add across ranks."""
         ...
 
 
 def join(row: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Both in one matrix of a type, with one pass over the rows."""
+    """Concatenate `rows` and `row` in a dtype, converting in one pass."""
     if rows is None:
         return row.to(dtype)
     joined = torch.empty(rows.shape[0] + 1, rows.shape[1], dtype=dtype, device=rows.device)
@@ -79,11 +80,11 @@ class WholeScatter:
 
     @staticmethod
     def bytes_for(width: int) -> int:
-        """Memory it takes."""
+        """Return the memory it takes, in bytes."""
         return 4 * width * width
 
     def add(self, row: Tensor, rows: Tensor | None) -> None:
-        """S += X^T X. On a GPU the factors are rounded to bf16: 2^-9 an element, beside a sampling error of 1 / sqrt(rows), at 8 times the speed."""
+        """Add X^T X, on a GPU in bf16: 8 times as fast, and its 2^-9 is below the sampling error, 1 / sqrt(rows)."""
         if row.is_cuda:
             narrow = join(row, rows, torch.bfloat16)
             self.matrix += torch.mm(narrow.T, narrow, out_dtype=torch.float32)
@@ -92,17 +93,17 @@ class WholeScatter:
             self.matrix.addmm_(joined.T, joined)
 
     def factor(self, count: float) -> "CholeskyFactor":
-        """Cholesky of the shrunk covariance."""
+        """Return the Cholesky factor of the shrunk covariance."""
         covariance = (self.matrix / max(count - 1, 1)).double()
         return CholeskyFactor(shrink(covariance, count))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The matrix."""
+        """Return the matrix."""
         return {"matrix": self.matrix}
 
 
 class SketchedScatter:
-    """Diagonal blocks and a sketch."""
+    """Diagonal blocks of S, and the sketch S Omega."""
 
     def __init__(self, width: int, device: torch.device, *, seed: int = 0) -> None:
         self.kind = f"block-diagonal ({BLOCK}) + rank {RANK}"
@@ -115,7 +116,7 @@ class SketchedScatter:
 
     @staticmethod
     def bytes_for(width: int) -> int:
-        """Memory it takes."""
+        """Return the memory it takes, in bytes."""
         return 4 * (-(-width // BLOCK) * BLOCK * BLOCK + 2 * width * RANK)
 
     def _split(self, rows: Tensor) -> Tensor:
@@ -123,14 +124,14 @@ class SketchedScatter:
         return padded.view(rows.shape[0], self._blocks, BLOCK).transpose(0, 1)
 
     def add(self, row: Tensor, rows: Tensor | None) -> None:
-        """Every block's X_b^T X_b, and X^T (X Omega)."""
+        """Add X_b^T X_b to every block, and X^T (X Omega) to the sketch."""
         joined = join(row, rows, torch.float32)
         parts = self._split(joined)
         self.diagonal.baddbmm_(parts.transpose(1, 2), parts)
         self.sketch.addmm_(joined.T, joined @ self.omega)
 
     def factor(self, count: float) -> "SketchedFactor":
-        """Nystroem's factor and the roots of what the blocks hold beyond it."""
+        """Return the Nystroem factor and the square roots of the remainders of the blocks."""
         scale = max(count - 1, 1)
         sketch, diagonal = self.sketch.double() / scale, self.diagonal.double() / scale
         core = self.omega.double().T @ sketch
@@ -143,7 +144,7 @@ class SketchedScatter:
         return SketchedFactor(low_rank.float(), roots.float(), self.width)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Blocks and sketch; omega follows from the seed."""
+        """Return blocks and sketch; omega follows from the seed."""
         return {"diagonal": self.diagonal, "sketch": self.sketch}
 
 
@@ -155,11 +156,11 @@ class CholeskyFactor:
         self.noise = covariance.shape[0]
 
     def apply(self, z: Tensor) -> Tensor:
-        """Rows L z."""
+        """Return rows L z."""
         return z @ self.root.T
 
     def deviation(self) -> Tensor:
-        """Norms of the rows of L."""
+        """Return the norms of the rows of L."""
         return self.root.square().sum(1).sqrt()
 
 
@@ -171,7 +172,7 @@ class SketchedFactor:
         self.noise = low_rank.shape[1] + roots.shape[0] * BLOCK
 
     def apply(self, z: Tensor) -> Tensor:
-        """Both parts."""
+        """Return the sum of the shared low-rank part and each block's own part."""
         rank = self._low_rank.shape[1]
         shared, own = z[:, :rank], z[:, rank:]
         own = own.view(len(z), -1, BLOCK).transpose(0, 1)  # [blocks, count, BLOCK]
@@ -179,13 +180,13 @@ class SketchedFactor:
         return shared @ self._low_rank.T + inside[:, : self._width]
 
     def deviation(self) -> Tensor:
-        """Standard deviation of every channel, from both parts."""
+        """Return the standard deviation of every channel, from both parts."""
         inside = self._roots.square().sum(2).flatten()[: self._width]
         return (self._low_rank.square().sum(1) + inside).sqrt()
 
 
 def shrink(covariance: Tensor, count: float) -> Tensor:
-    """One or a batch [..., K, K] towards the diagonal, each by the share of its correlations' energy that is sampling noise."""
+    """Shrink covariances [..., K, K] towards their diagonals, each by the noise share of its correlations' energy."""
     variances = covariance.diagonal(dim1=-2, dim2=-1)
     alive = variances > 0
     deviation = torch.where(alive, variances, 1.0).sqrt()
@@ -199,7 +200,7 @@ def shrink(covariance: Tensor, count: float) -> Tensor:
 
 
 def cholesky(covariance: Tensor) -> Tensor:
-    """Of one or a batch of covariances, with the least jitter that works; a covariance of zeros has the root zero."""
+    """Return Cholesky factors of covariances [..., K, K], with the least jitter that works; zero for a zero matrix."""
     size = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     floor = torch.where(size > 0, size, torch.ones_like(size))

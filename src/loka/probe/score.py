@@ -1,53 +1,54 @@
 """The score: predict how a recipe changes the loss, from the error of a product weighted by the gradient at its output.
 
-The error of a product alone does not predict the change of the loss: over 312 measured pairs, MERE has a rank correlation of
--0.1 with the change of the log loss. Weighted by the gradient, it does. For the forward GEMM, with y = x W^T + b,
-d = y_low - y and g = dL/dy from the backward pass:
+The error of a product alone does not predict the change of the loss: over 312 measured pairs, MERE has a rank
+correlation of -0.1 with the change of the log loss. Weighted by the gradient, it does. For the forward GEMM, with y = x
+W^T + b, d = y_low - y and g = dL/dy from the backward pass:
 
     r  = examples * sum(g * d) / L          per example: first-order change of its loss, relative to the mean loss
 
-L is the loss that was differentiated. Mean or sum reduction, a GradScaler and gradient accumulation scale g and L alike, so r
-does not depend on them. The bias cancels in d. With x^ and W^ the quantized operands and E = W^ - W,
+L is the loss that was differentiated. Mean or sum reduction, a GradScaler and gradient accumulation scale g and L
+alike, so r does not depend on them. The bias cancels in d. With x^ and W^ the quantized operands and E = W^ - W,
 
     sum(g d) = (x^ - x) . (g W + g E) + x . (g E)
 
 so all recipes share g W, and each distinct quantization of W costs one more product.
 
-From r to a change of the loss: the mean of r is the first-order change on the training examples it was computed on. On other
-examples (later ones, a validation set) the mean differs by more than its standard error, in either direction; what carries over
-is its size relative to the rms of r. A second-order term is added: if the loss is a likelihood and the model roughly calibrated,
-E[g^2] is its curvature (Fisher), so the expected change grows by nats / 2 * mean(r^2). With `above` the upper confidence bound
-of the rms:
+From r to a change of the loss: the mean of r is the first-order change on the training examples it was computed on. On
+other examples (later ones, a validation set) the mean differs by more than its standard error, in either direction;
+what carries over is its size relative to the rms of r. A second-order term is added: if the loss is a likelihood and
+the model roughly calibrated, E[g^2] is its curvature (Fisher), so the expected change grows by nats / 2 * mean(r^2).
+With `above` the upper confidence bound of the rms:
 
     harm.value = max(TYPICAL * rms, |mean| - 1.96 se) + nats / 2 * rms^2
     harm.high  = max(UPPER * above, |mean| + max(1.96 / sqrt(examples), TYPICAL) * above) + nats / 2 * above^2
     harm.low   = max(|mean| - 1.96 se, 0)
 
-TYPICAL and UPPER are measured ratios, not theory (the table is in docs/concepts/score.md); UPPER exceeds the largest of a
-thousand pairs. The uncertainty of the sample comes on top: from a few hundred examples the mean is known to a tenth of the rms,
-and heavy tails, whose rms is poorly known, widen both terms.
+TYPICAL and UPPER are measured ratios, not theory (the table is in docs/concepts/score.md); UPPER exceeds the largest of
+a thousand pairs. The uncertainty of the sample comes on top: from a few hundred examples the mean is known to a tenth
+of the rms, and heavy tails, whose rms is poorly known, widen both terms.
 
-Gradient GEMMs change the optimizer step, not the loss. A step along dW + E instead of dW, with its best length, makes cos^2 of
-the progress:
+Gradient GEMMs change the optimizer step, not the loss. A step along dW + E instead of dW, with its best length, makes
+cos^2 of the progress:
 
-    lost = 1 - cos^2(dW, dW + E)            wgrad, over the sampled rows, or the loss of columns with an offset if larger
+    lost = 1 - cos^2(dW, dW + E)      wgrad, over the sampled rows, or the loss of columns with an offset if larger
     lost = 1 - cos^2(dx, dx + E)            dgrad
 
-Rounding noise that is independent across rows acts like the noise of sampling a batch: `lost` is the share of the batch it is
-worth. In dgrad there is a worse error: one that scales the whole gradient of an example. Every parameter upstream then weights
-that example differently, and nothing averages it out.
+Rounding noise that is independent across rows acts like the noise of sampling a batch: `lost` is the share of the batch
+it is worth. In dgrad there is a worse error: one that scales the whole gradient of an example. Every parameter upstream
+then weights that example differently, and nothing averages it out.
 
     gain_i    = sum(e_i dx_i) / sum(dx_i^2)                 e = dx_low - dx
     reweighed = mean of gain_i^2 over rows, weighted by sum(dx_i^2); dgrad only
 
     harm.value = PROGRESS * lost + REWEIGHED * reweighed
 
-A last layer with one output and tensorwise scales has an ordinary `lost` but ten times the `reweighed` of any other site: its
-gradient is one number per example, rounded to three bits. PROGRESS and REWEIGHED were fitted to the loss after ten steps with
-that GEMM rounded (docs/concepts/score.md).
+A last layer with one output and tensorwise scales has an ordinary `lost` but ten times the `reweighed` of any other
+site: its gradient is one number per example, rounded to three bits. PROGRESS and REWEIGHED were fitted to the loss
+after ten steps with that GEMM rounded (docs/concepts/score.md).
 
-Limitations (docs/concepts/score.md has the full list): rows flattened before a linear count as examples; errors of sites that
-share a cause add linearly, not in squares; an unrecognized loss needs `probe.step(loss)`; the curvature term assumes a likelihood.
+Limitations (docs/concepts/score.md has the full list): rows flattened before a linear count as examples; errors of
+sites that share a cause add linearly, not in squares; an unrecognized loss needs `probe.step(loss)`; the curvature term
+assumes a likelihood.
 """
 
 import math
@@ -88,7 +89,7 @@ SCORED = (*USUAL, *GIVEN_SCALES)
 
 
 def operands_of(recipe: str, gemm: Gemm) -> GemmWay | None:
-    """Return the operand Specs that a recipe, or "static" or "delayed", uses for a GEMM; None if it stays in high precision."""
+    """Return how a recipe, "static" or "delayed" quantizes the operands of a GEMM; None for high precision."""
     if recipe in GIVEN_SCALES:
         return GIVEN_SCALES[recipe].get(gemm)
     if recipe not in RECIPES:
@@ -112,7 +113,7 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
         recipes: recipe names; a recipe that leaves a GEMM in high precision has no entry for it.
 
     Returns:
-        (gemm, recipe) -> float64 [4]. fprop: count and sums of r, r^2 and r^4 over examples; dgrad and wgrad: 1, `lost`,
+        (gemm, recipe) -> float64 [4]. fprop: count and sums of r, r^2 and r^4 over examples; gradients: 1, `lost`,
         `reweighed`, 0.
 
     Example:
@@ -159,7 +160,7 @@ def _score_fprop(operands: RoundedOperands, chosen: GemmWay, dx: Tensor, shown: 
 
 
 def _estimate_per_example(rows: Tensor, shown: Shown) -> Tensor:
-    """Estimate the signed r of every example from t of its T rows: the sign of their sum, the size from an unbiased square.
+    """Estimate the signed r of every example from t of its T rows: the sign of their sum, and an unbiased square.
 
     E[(sum over T)^2] = T / t * sum r_i^2 + T (T - 1) / (t (t - 1)) * sum over i != j of r_i r_j.
     """
@@ -208,19 +209,19 @@ def _measure_lost_columns(
 ) -> Tensor:
     """Return `lost` of the columns of x with a large mean and a small spread, as a weighted mean over all columns.
 
-    A raw timestamp dominates dW, so the direction of the whole says nothing about a raw year in another column; but optimizers
-    that normalize each element by its own history treat both alike. The model learns from the variation of a column, which can
-    be lost in two ways. The larger counts:
+    A raw timestamp dominates dW, so the direction of the whole says nothing about a raw year in another column; but
+    optimizers that normalize each element by its own history treat both alike. The model learns from the variation of a
+    column, which can be lost in two ways. The larger counts:
 
         values      1 - corr^2 of the column and the rounded column. A year between 1970 and 2026 is one number in FP8:
                     everything is lost, in every step
-        gradient    E^2 / (E^2 + sum dy^2 (x - mean)^2 + left * sum dy^2 mean^2). The rounding error of dy is multiplied by the
-                    mean. So is dy itself, which is batch noise in exact arithmetic too, unless it cancels (`left` is 0 behind
-                    a batch norm): then only the rounding error remains
+        gradient    E^2 / (E^2 + sum dy^2 (x - mean)^2 + left * sum dy^2 mean^2). The rounding error of dy is multiplied
+                    by the mean. So is dy itself, which is batch noise in exact arithmetic too, unless it cancels
+                    (`left` is 0 behind a batch norm): then only the rounding error remains
 
-    A column that hardly varies compared with the others (a SiLU at its minimum, -0.278 for every example) carries almost no
-    information. So a column is weighted by its spread relative to the median, or by the spread it causes in the output
-    (through the weight) relative to the median, whichever is larger, but at most 1.
+    A column that hardly varies compared with the others (a SiLU at its minimum, -0.278 for every example) carries
+    almost no information. So a column is weighted by its spread relative to the median, or by the spread it causes in
+    the output (through the weight) relative to the median, whichever is larger, but at most 1.
     """
     mean, spread = x.mean(0), x.std(0, correction=min(len(x) - 1, 1))  # one row: spread 0, without a warning
     varies = x - mean
@@ -268,8 +269,8 @@ _SCORERS = {"fprop": _score_fprop, "dgrad": _score_dgrad, "wgrad": _score_wgrad}
 def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval, float] | None:
     """Return (harm, mean of r), or for gradient GEMMs (harm, mean `lost`); None if nothing was counted.
 
-    `sums` is float64 [looks, 4] from `score_look`. `nats` is the mean loss of an example, 1 if the loss is not a likelihood.
-    Harm is a relative change of the loss.
+    `sums` is float64 [looks, 4] from `score_look`. `nats` is the mean loss of an example, 1 if the loss is not a
+    likelihood. Harm is a relative change of the loss.
     """
     sums = sums[sums[:, 0] > 0]
     if not len(sums):

@@ -1,18 +1,20 @@
-"""How a probe sees inside a compiled model: two ops that a graph calls and cannot look into, and an identity that hands over gradients.
+"""Observing a compiled model: two opaque custom ops called by the graph, and an identity that captures gradients.
 
-The hook of a site reads one plain bool. torch.compile guards on it, so a model has two graphs: without the probe, exactly as it was, and with it.
-In the second, each site has
+The hook of a site reads one plain bool. torch.compile guards on it, so a model has two graphs: one without the probe,
+identical to the original, and one with it. In the latter, each site has
 
     loka::probe_see(x)            in the forward: returns a ticket, the number of this call
     Tap.apply(output, ticket)     the identity; its backward calls
     loka::probe_see_grad(dy, ticket)
 
-The ops are plain Python when they run: they look up the site by its number, and return at once when it is not this site's turn. So staggering
-sites over steps needs no further graph. They pretend to write to a token: a graph may otherwise drop or reorder what it thinks has no effect. The ticket
-pairs a gradient with the rows of its own call, also for a module called twice.
+At run time the ops are plain Python: they look up the site by its number and return at once if it is not due on this
+step, so staggering sites over steps needs no further graphs. They are declared to mutate a token, because a graph may
+drop or reorder ops without side effects. The ticket pairs a gradient with the rows of its own call, also for a module
+that is called twice.
 
-What it costs: making a Probe lets torch.compile forget the graphs it has (`make_hooks_count`); graph breaks none; the operands of watched GEMMs exist in memory on sampled steps (a fused producer must write them), and the copy that
-the identity asks for is fused away. CUDA graphs leave these ops out of the recording (they are tagged unsafe for it).
+Cost: creating a Probe resets torch.compile (`make_hooks_count`). There are no graph breaks. On sampled steps the
+operands of observed GEMMs are materialized (a fused producer must write them); the copy in the identity is fused away.
+CUDA graphs exclude these ops from capture, because they are tagged `cudagraph_unsafe`.
 """
 
 import itertools
@@ -26,15 +28,15 @@ from loka.kernels.op import fake_of, torch_op
 
 
 class Seer(Protocol):
-    """What a graph shows its tensors to: the watch of a site, or that of the model's output."""
+    """Receives tensors from a graph: the watch of a site, of a chain, or of the model's output."""
 
     def see_forward(
         self, x: Tensor, right: Tensor | None, needs_dgrad: bool, *, weight: Tensor | None, graded: bool
     ) -> int:
-        """The operands of one call; returns a ticket."""
+        """Receive the operands of one call; returns a ticket."""
 
     def see_backward(self, ticket: int, dy: Tensor) -> None:
-        """The gradient of the call with this ticket."""
+        """Receive the gradient of the call with this ticket."""
 
 
 _NUMBERS = itertools.count()
@@ -44,15 +46,18 @@ NO_TICKET = -1
 
 
 def enroll(watch: Seer) -> int:
-    """A number under which graphs find the watch; a watch that is gone is not seen for."""
+    """Register a watch (weakly) and return the number under which graphs find it."""
     number = next(_NUMBERS)
     _WATCHES[number] = watch
     return number
 
 
 def make_hooks_count() -> None:
-    """Have torch.compile notice hooks. By default a graph made for a module without them also serves when there are some, even for another
-    module of the same class: a probe would see nothing, without a word. So graphs made so far are forgotten, and new ones check for hooks."""
+    """Make torch.compile guard on hooks, and reset it.
+
+    By default, a graph compiled for a module without hooks is reused after hooks are added, even for another module of
+    the same class. A probe would then silently observe nothing.
+    """
     import torch._dynamo  # slow to import, and only needed here
 
     torch._dynamo.config.skip_nnmodule_hook_guards = False
@@ -60,7 +65,7 @@ def make_hooks_count() -> None:
 
 
 def inside_backward() -> bool:
-    """Whether autograd is running: a forward then is the recomputation of a checkpoint."""
+    """Return whether autograd is running; a forward pass inside it is the recomputation of a checkpoint."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -68,7 +73,7 @@ def inside_backward() -> bool:
 def probe_see(
     token: Tensor, x: Tensor, right: Tensor | None, weight: Tensor | None, site: int, needs_dgrad: bool, graded: bool
 ) -> Tensor:
-    """Show the operands of one call; the ticket is an int64 on the CPU. `graded`: whether gradients were being recorded."""
+    """Pass the operands of one call to its watch; returns the ticket, int64 on the CPU. `graded`: is grad enabled."""
     watch = _WATCHES.get(site)
     ticket = NO_TICKET if watch is None else watch.see_forward(x, right, needs_dgrad, weight=weight, graded=graded)
     return torch.tensor(ticket)
@@ -83,7 +88,7 @@ def _(
 
 @torch_op("probe_see_grad", mutates=("token",), tags=_TAGS)
 def probe_see_grad(token: Tensor, dy: Tensor, ticket: Tensor, site: int) -> None:
-    """Show the gradient of the output of the call with this ticket."""
+    """Pass the gradient of the output of the call with this ticket to its watch."""
     watch = _WATCHES.get(site)
     if watch is not None:
         watch.see_backward(int(ticket), dy)
@@ -95,18 +100,18 @@ def _(token: Tensor, dy: Tensor, ticket: Tensor, site: int) -> None:
 
 
 class Tap(torch.autograd.Function):
-    """The identity; its gradient passes by the probe."""
+    """Identity whose backward passes the gradient to the probe."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, ticket: Tensor, token: Tensor, site: int) -> Tensor:
-        """A copy for the graph, which no kernel makes: a result that aliases an input lost gradients under torch 2.11."""
+        """Clone: an output that aliases an input lost gradients under torch 2.11. The compiler fuses the copy away."""
         ctx.save_for_backward(ticket, token)
         ctx.site = site
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Show it, hand it on."""
+        """Pass dy to the probe and return it unchanged."""
         (dy,) = grads
         ticket, token = ctx.saved_tensors
         probe_see_grad(token, dy, ticket, ctx.site)

@@ -1,8 +1,8 @@
 """Sensitivity: the end metric with some sites in low precision and everything else unchanged.
 
-The error of a product says how much noise a site adds; this measures how much of it reaches the metric. A forward hook replaces
-the output of a linear with the product of its quantized operands plus the bias. No module is swapped, no weight is changed, and
-the hook is always removed afterwards.
+The error of a product says how much noise a site adds; this measures how much of it reaches the metric. A forward hook
+replaces the output of a linear with the product of its quantized operands plus the bias. No module is swapped, no
+weight is changed, and the hook is always removed afterwards.
 
     each site alone        which sites matter
     all safe sites         what a plan would cost: noise adds up, and sometimes cancels
@@ -10,15 +10,17 @@ the hook is always removed afterwards.
 Both runs use the same weights and examples, so the comparison is paired and free of training noise: intervals of a few
 hundredths of a percent are common.
 
-    score(model) -> values, groups        one number per example in a fixed order, and the independent unit (user, household)
+    score(model) -> values, groups        one number per example in a fixed order, and the independent unit (user)
 
 For a ranker, use the log loss: its relative change is also that of NE, which divides by a constant of the labels. For a
-generative model, use recall. Any callable works; the change is (low precision - high) / high, whichever direction is better.
+generative model, use recall. Any callable works; the change is (low precision - high) / high, whichever direction is
+better.
 
-Only fprop is replaced; gradients are not measured here. `loka.probe.swapping` does the same for anything that can be switched
-on and off.
+Only fprop is replaced; gradients are not measured here. `loka.probe.swapping` does the same for anything that can be
+switched on and off.
 
-A measured change overrides the score: a site that alone may move the metric by more than its share of the margin is unsafe.
+A measured change overrides the score: a site that alone may move the metric by more than its share of the margin is
+unsafe.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +47,7 @@ SiteRecipes = Mapping[str, str]
 
 @contextmanager
 def fake_quantized(model: nn.Module, recipes: SiteRecipes) -> Iterator[None]:
-    """Run the forward pass of the named linears in low precision inside this context. `recipes` maps site to recipe name."""
+    """Run the named linears in low precision (forward) inside this context. `recipes` maps site to recipe name."""
     modules = dict(named_sites(model))
     engine = Engine.named("reference")
     with ExitStack() as stack:
@@ -84,7 +86,7 @@ def measure_sensitivity(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Interval]:
-    """Measure the relative change of the mean metric with each site alone in low precision. The model is left unchanged.
+    """Measure the relative change of the mean metric with each site alone in low precision. The model is not changed.
 
     Args:
         model: any nn.Module.
@@ -159,7 +161,8 @@ def add_sensitivity(
         A new report.
 
     Example:
-        >>> add_sensitivity(report, measure_sensitivity(model, probe.sites, score), described="log loss of 8,192 examples")
+        >>> found = measure_sensitivity(model, probe.sites, score)
+        >>> add_sensitivity(report, found, described="log loss of 8,192 examples")
     """
     recipes = recipes or {}
     sites = [

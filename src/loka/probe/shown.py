@@ -1,4 +1,4 @@
-"""What a look shows to the score: rows of one call with their gradient and weight, and the same operands rounded."""
+"""Input of the score: rows of one call with their gradient and weight, and the same operands rounded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,26 +19,29 @@ from loka.formats import (
     scale_from_amax,
 )
 
-HEADROOM = 1.0  # of scales that are given: over the largest value seen before
+HEADROOM = 1.0  # factor of static and delayed scales over the largest value seen before
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Rows of one call of a linear: what its three GEMMs were given.
+    """Rows of one call of a linear: the operands of its three GEMMs.
 
     Args:
         x: rows of the input [R, K].
-        dy: the same rows of the output's gradient [R, N]; None where there was none.
+        dy: the same rows of the output's gradient [R, N], or None.
         weight: [N, K].
-        loss: the loss that was differentiated, 0-d; NaN where it is not known.
-        nats: the mean loss of an example where the loss is a likelihood, else 1.
-        examples: how many the call had; of a linear that is called several times for one loss, as many times that as it has calls, so that the mean of r over its calls is what they do together.
-        together: rows of one example that lie next to each other in x.
-        per_example: rows one example has in the call.
-        largest: of the whole call's x and dy, where known: tensor scales come from all rows, not from those looked at.
-        before: largest values of x and dy in earlier calls, for given scales; without them, this call's.
-        left: how much of the gradients of all rows of the call their sum has (`loka.formats.left_in_sum`); None where that is not known, which counts as nothing, as behind a batch norm.
-        weighs: what a row counts beside those of the linear's other calls for the same loss, which count the same in all, however many of their rows were taken.
+        loss: the loss that was differentiated, 0-d; NaN if unknown.
+        nats: the mean loss of an example if the loss is a likelihood, else 1.
+        examples: number of examples in the call, times the number of calls of this linear for the same loss, so that
+            the mean of r over these calls is their joint effect.
+        together: consecutive rows of x that belong to one example.
+        per_example: rows per example in the call.
+        largest: amax of x and dy over the whole call, if known; tensorwise scales come from all rows, not only the
+            sampled ones.
+        before: amax of x and dy in earlier calls, for static and delayed scales; by default this call's.
+        left: `loka.formats.left_in_sum` over all rows of the call; None (unknown) counts as 0, as behind a batch norm.
+        weighs: weight of a row relative to rows of the linear's other calls for the same loss. All calls have the same
+            total weight, however many of their rows were sampled.
     """
 
     x: Tensor
@@ -56,7 +59,7 @@ class Shown:
 
 
 class RoundedOperands:
-    """The operands of a look under every Spec they are asked for, each made once."""
+    """The operands of a look, plain and rounded to any Spec. Results are cached."""
 
     def __init__(self, shown: Shown) -> None:
         self._shown = shown
@@ -64,16 +67,16 @@ class RoundedOperands:
         if shown.dy is not None:
             self._plain["dy"] = shown.dy.float()
         self._made: dict[tuple[str, Spec], Tensor] = {}
-        self.kept: dict[str, Tensor] = {}  # products that several recipes share
+        self.kept: dict[str, Tensor] = {}  # products shared by several recipes
 
     def plain(self, role: str) -> Tensor:
-        """The operand as it was: x, dy or w."""
+        """Return the unrounded operand x, dy or w."""
         found = self._plain[role]
         assert found is not None
         return found
 
     def low(self, role: str, spec: Spec, *, transposed: bool = False) -> Tensor:
-        """The operand rounded; `spec` is that of the transposed matrix where the GEMM contracts over the other axis."""
+        """Return the rounded operand. With `transposed`, `spec` is that of the transpose, along the contracted axis."""
         spec = spec.transposed if transposed else spec
         if (role, spec) not in self._made:
             self._made[role, spec] = self._round(role, spec)
@@ -91,12 +94,12 @@ class RoundedOperands:
 
 
 def round_trip(x: Tensor, spec: Spec, largest: Tensor | None = None) -> Tensor:
-    """What x looks like after quantisation, as `loka.formats` has it, in few operations: a look has to be cheap.
+    """Quantize and dequantize x with the same result as `loka.formats`, in few operations, because looks must be cheap.
 
     Args:
         x: float32.
-        spec: of an 8-bit float with float32 scales; anything else goes the long way.
-        largest: what the scale comes from where that is not x.
+        spec: the format; the fast path covers 8-bit floats with float32 scales and rounding to nearest.
+        largest: amax that determines the scale; by default that of x.
 
     Returns:
         float32 of the same shape.
@@ -114,5 +117,5 @@ def round_trip(x: Tensor, spec: Spec, largest: Tensor | None = None) -> Tensor:
 
 
 def _finite(largest: Tensor, otherwise: Tensor) -> Tensor:
-    """A largest value, unless it is none: a NaN or an Inf in the tensor, or nothing seen yet."""
+    """Return `largest` if it is finite and positive, else `otherwise`: NaN or Inf in the tensor, or nothing seen."""
     return torch.where(largest.isfinite() & (largest > 0), largest, otherwise)

@@ -1,12 +1,14 @@
-"""Speed of a site's candidates, through `loka.measure.site`: quantisation included, paired with bf16 repeat by repeat.
+"""Time a site's candidates with `loka.measure.site`: including quantization, and paired with bf16 in every repeat.
 
-Only candidates whose error was measured are timed: how fast a wrong product is, nobody needs to know. A candidate that turns out wrong here (what is timed is a
-whole, quantisation and transposes included) is refused, with the reason, as if it had failed before: a plan that asks for no speed may not take it either. Without a GPU nothing is timed and every
-candidate says "not measured: no GPU"; a time on a CPU would be that of an emulation.
+Only candidates whose error was measured are timed, because the speed of a wrong product is meaningless. A candidate
+found wrong while it is timed (with quantization and transposes) is refused as if it had failed the gate, so that a plan
+for accuracy only cannot use it either. Without a GPU nothing is timed and every candidate says "not measured: no GPU",
+because CPU times would be those of an emulation.
 
-Where nothing is faster, `explain_slow` asks why: it times the bare product of the best candidate, operands quantised beforehand, beside bf16.
+If nothing is faster, `explain_slow` finds out why: it times the bare product of the best candidate, with operands
+quantized beforehand, and compares it with bf16.
 
-    quantisation = whole - bare        saved = bf16 - bare
+    quantization = whole - bare        saved = bf16 - bare
 """
 
 from collections.abc import Sequence
@@ -30,9 +32,9 @@ from loka.measure.timing import CaptureError, Thunk, sets_needed
 from loka.probe.watch import Watch
 from loka.records import Candidate, Gemm
 
-JUDGED_ROWS = 256  # of a product that is taken apart: enough to know that it is the right one
+JUDGED_ROWS = 256  # rows of the bare product that are checked before it is timed
 UNKNOWN_BACKEND = "not measured: the backend is not in the registry"
-TimingKey = tuple[Gemm, tuple[int, int, int], Weights, GemmWay]  # what a time depends on, on one device
+TimingKey = tuple[Gemm, tuple[int, int, int], Weights, GemmWay]  # everything a time depends on, for one device
 
 
 def time_candidates(
@@ -45,47 +47,50 @@ def time_candidates(
     seconds: float,
     timed: dict[TimingKey, SiteTiming] | None = None,
 ) -> list[Candidate]:
-    """The candidates with their times, or with the reason why there are none; `timed` remembers them for the next site of the same shape."""
+    """Return the candidates with their times, or with the reason why there are none.
+
+    `timed` caches times for the next site of the same shape.
+    """
     known = registry.BACKENDS["scaled_mm"]
     able = {i: way_of(c) for i, c in enumerate(candidates) if c.backend in known and c.error is not None}
     asked = {i: way for i, way in able.items() if way is not None}
     if not asked:
-        return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
+        return [_add_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
     timed, shape = {} if timed is None else timed, (watch.largest, watch.k, watch.n)
     keys = {i: (gemm, shape, weights, candidate) for i, candidate in asked.items()}
-    # two recipes may treat one GEMM alike
+    # deduplicated: two recipes may run a GEMM the same way
     fresh = [key[-1] for key in dict.fromkeys(keys.values()) if key not in timed]
     job = SiteJob(gemm, *shape, tuple(fresh), weights)
     (found,) = time_jobs([job], watch.device, repeats=repeats, seconds=seconds)
     answers = timed | {(gemm, shape, weights, t.candidate): t for t in found}
     timed.update({key: answer for key, answer in answers.items() if answer.speedup is not None})
     return [
-        _add(c, answers[keys[i]]) if i in asked else (c if c.refusal else _note(c, UNKNOWN_BACKEND))
+        _add_timing(c, answers[keys[i]]) if i in asked else (c if c.refusal else _add_note(c, UNKNOWN_BACKEND))
         for i, c in enumerate(candidates)
     ]
 
 
-def _note(candidate: Candidate, note: str) -> Candidate:
+def _add_note(candidate: Candidate, note: str) -> Candidate:
     return replace(candidate, speed_note=note)
 
 
 def _refuse(candidate: Candidate, reason: str) -> Candidate:
-    """The candidate as one that was never measured: an error or a time of something wrong says nothing."""
+    """Return the candidate as refused, without its errors and times, which are meaningless for a wrong product."""
     c = candidate
     return Candidate(gemm=c.gemm, recipe=c.recipe, backend=c.backend, a=c.a, b=c.b, refusal=reason)
 
 
-def _add(candidate: Candidate, timing: SiteTiming) -> Candidate:
+def _add_timing(candidate: Candidate, timing: SiteTiming) -> Candidate:
     if timing.wrong:
         return _refuse(candidate, f"fails the conformance gate while timed, {timing.refusal}")
     if timing.speedup is None:
-        return _note(candidate, timing.refusal or "not measured")
+        return _add_note(candidate, timing.refusal or "not measured")
     return replace(candidate, microseconds=timing.microseconds, speedup=timing.speedup)
 
 
 @torch.no_grad()
 def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | None:
-    """Where the time of a candidate goes, in words; None where that cannot be measured."""
+    """Explain where the time of a candidate goes; None if that cannot be measured."""
     if candidate.microseconds is None or candidate.speedup is None:
         return None
     asked = way_of(candidate)
@@ -101,7 +106,7 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
     allowed = {"bf16": baseline_tolerance(torch.bfloat16, k), "bare": tolerance(call)}
     rivals = []
     for name, law in laws.items():
-        run = partial(_head, first.thunks[name], few)
+        run = partial(_run_rows, first.thunks[name], few)
         proof = judge_runs(run, law, allowed[name], torch.bfloat16, poison=False)
         if not proof:
             return None
@@ -115,7 +120,7 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
 
 @dataclass(frozen=True)
 class _Set:
-    """One set of operands, in bf16 and quantised."""
+    """One set of operands, in bf16 and quantized."""
 
     a: Tensor
     b: Tensor
@@ -138,18 +143,18 @@ def _make_set(call: MatmulCall, backend: Backend, seed: int, device: torch.devic
         for part, rows in enumerate((call.m, call.n))
     )
     qa, qb = quantize(a, call.a), quantize(b, call.b)
-    weight = registry.prepare_for(backend, qb, call.a)  # layout is no part of the product
+    weight = registry.prepare_for(backend, qb, call.a)  # preparing the layout is not timed
     bare = partial(backend.run, qa, weight, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
     return _Set(a, b, qa, qb, {"bf16": lambda: a @ b.T, "bare": bare})
 
 
-def _head(thunk: Thunk, rows: int) -> Tensor:
+def _run_rows(thunk: Thunk, rows: int) -> Tensor:
     out: Tensor = thunk()
     return out[:rows]
 
 
 def spell_slow(k: int, whole: float, bare: float, bf16: float) -> str:
-    """The sentence, in microseconds."""
+    """Spell out why a candidate is slow, from its times in microseconds."""
     cost, saved = whole - bare, bf16 - bare
     if saved <= 0:
         return f"K = {k}: the bare product ({bare:.1f} us) is no faster than bf16 ({bf16:.1f} us)"

@@ -1,21 +1,22 @@
-"""Online statistics of one operand: what a format needs to know about a tensor, in one pass, without storing it.
+"""Online statistics of one operand that determine how a format represents it, without storing the tensor.
 
-    count, mean, M2, M3, M4     central moments of each look (one call on one sampled step), merged by Chan / Pebay in float64
+    count, mean, M2, M3, M4     central moments of each look, merged by Chan / Pebay in float64
     absmax, zeros, non-finite   per tensor; absmax also per channel (the last dimension), to find outlier channels
-    histogram of |x|            in eighths of an octave; it predicts saturation and underflow for any format, and gives the
+    histogram of |x|            in eighths of an octave; predicts saturation and underflow for any format, and gives the
                                 quantiles of |x| to within an eighth of an octave
 
     n = n_a + n_b;  d = mean_b - mean_a
     mean <- mean_a + d n_b / n
     M2   <- M2_a + M2_b + d^2 n_a n_b / n                                      (M3, M4 alike)
 
-A float32's upper bits are its exponent and the head of its mantissa, so the bin of |x| is its bits shifted by 20: no logarithm. The eight
-parts of an octave are equal in x. Everything below 2^-126 but zero is counted in the octave 2^-127; below 2^-129 it counts as zero, which it is in any
-format with fewer bits. Non-finite elements fall into bins of their own, are counted, and left out of everything else.
+The upper bits of a float32 are its exponent and leading mantissa bits, so the bin of |x| is its bits shifted right by
+20, without a logarithm. The eight bins of an octave have equal width in x. Non-zero values below 2^-126 are counted in
+the octave 2^-127, and below 2^-129 as zero, which they are in any narrower format. Non-finite elements have bins of
+their own and are excluded from everything else.
 
-A look leaves eight numbers on the tensor's device and does not wait for them; they are brought over and merged when somebody asks, or every
-256 looks. That way a sampled step never waits for the GPU, and the looks, kept in order, are what drift is judged by (`loka.probe.drift`). On a GPU the time
-goes into starting kernels, so a look takes as few as possible: thirteen over the rows.
+Each look leaves seven numbers on the tensor's device without synchronization. They are copied to the host and merged on
+demand, or every 256 looks, so a sampled step never waits for the GPU. Looks are kept in order for `loka.probe.drift`.
+On a GPU the cost is dominated by kernel launches, so a look uses as few as possible: thirteen over the rows.
 """
 
 from collections.abc import Mapping
@@ -30,24 +31,28 @@ FINE = 8  # bins per octave
 LOWEST = -127  # log2 of the first octave's lower end; the last one ends at 2^128
 OCTAVES = 255
 _BINS = OCTAVES * FINE
-_ALL_BINS = _BINS + FINE  # the last ones hold what is not finite
+_ALL_BINS = _BINS + FINE  # the last eight hold non-finite elements
 COLUMNS = ("count", "mean", "m2", "m3", "m4", "zeros", "non_finite", "absmax", "step")
 MAX_PENDING = 256
 
 
 class Statistics:
-    """Accumulates over 2-D tensors [rows, channels] of one width. `merge` adds another rank's; `finish` gives the record."""
+    """Accumulates statistics of 2-D tensors [rows, channels] of one width. `finish` returns the record."""
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.channel_absmax = torch.zeros(channels, dtype=torch.float32, device=device)
-        self.raw_bins = torch.zeros(_ALL_BINS, dtype=torch.int64, device=device)  # zeros are in the first
-        self._merged = torch.zeros(len(COLUMNS) - 1, dtype=torch.float64)  # of all settled looks
-        self._pending: list[tuple[int, int, Tensor]] = []  # step, elements, what `_summarise` gave
+        self.raw_bins = torch.zeros(_ALL_BINS, dtype=torch.int64, device=device)  # zeros are in the first bin
+        self._merged = torch.zeros(len(COLUMNS) - 1, dtype=torch.float64)  # totals of all settled looks
+        self._pending: list[tuple[int, int, Tensor]] = []  # step, elements, result of `_summarise`
         self._settled: list[Tensor] = []
 
     @torch.no_grad()
     def update(self, values: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-        """Add the elements of [rows, channels], seen at a step; returns them in float32 with non-finites zero, and 1 for rows that had none, else 0."""
+        """Add the elements of [rows, channels] observed at a step.
+
+        Returns the elements in float32 with non-finite ones set to zero, and a vector that is 1 for rows that had none,
+        else 0.
+        """
         values = values.detach().float().contiguous()
         bits = values.view(torch.int32) & 0x7FFFFFFF
         finite = bits < 0x7F800000
@@ -68,27 +73,27 @@ class Statistics:
         if not self._pending:
             return
         steps, elements = torch.tensor([p[:2] for p in self._pending], dtype=torch.float64).unbind(1)
-        fresh = _complete(elements, torch.stack([look for *_, look in self._pending]).cpu().double())
+        fresh = _finish_moments(elements, torch.stack([look for *_, look in self._pending]).cpu().double())
         self._pending = []
         self._settled.append(torch.cat([fresh, steps[:, None]], 1))
         for look in fresh:
-            self._merged = _merge(self._merged, look)
+            self._merged = _merge_moments(self._merged, look)
 
     @property
     def count(self) -> int:
-        """Looks so far; known without waiting for the device."""
+        """Number of looks so far; does not synchronize with the device."""
         return len(self._pending) + sum(len(part) for part in self._settled)
 
     @property
     def looks(self) -> Tensor:
-        """One row per look in the order of steps, float64 [looks, 9] on the CPU; see COLUMNS."""
+        """One row per look in step order, float64 [looks, 9] on the CPU; see COLUMNS."""
         self._settle()
         self._settled = [torch.cat(self._settled)] if self._settled else []
         return self._settled[0] if self._settled else torch.zeros(0, len(COLUMNS), dtype=torch.float64)
 
     @property
     def moments(self) -> Tensor:
-        """Count, mean, M2, M3, M4 over everything, float64."""
+        """Count, mean, M2, M3, M4 over all looks, float64."""
         self._settle()
         return self._merged[:5]
 
@@ -101,19 +106,19 @@ class Statistics:
         return bins
 
     def merge(self, other: "Statistics") -> None:
-        """Add what another Statistics of the same width has seen."""
+        """Add another Statistics of the same width, for instance of another rank."""
         if other.channel_absmax.shape != self.channel_absmax.shape:
             raise ValueError(
                 f"statistics of {self.channel_absmax.numel()} and {other.channel_absmax.numel()} channels do not merge"
             )
         looks = torch.cat([self.looks, other.looks])
         self._settled = [looks[looks[:, -1].argsort(stable=True)]]
-        self._merged = _merge(self._merged, other._merged)
+        self._merged = _merge_moments(self._merged, other._merged)
         self.channel_absmax = torch.maximum(self.channel_absmax, other.channel_absmax.to(self.channel_absmax.device))
         self.raw_bins += other.raw_bins.to(self.raw_bins.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors."""
+        """Return the state as tensors."""
         return {
             "looks": self.looks.clone(),
             "merged": self._merged.clone(),
@@ -122,7 +127,7 @@ class Statistics:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         for name in ("channel_absmax", "raw_bins"):
             mine: Tensor = getattr(self, name)
             if mine.shape != state[name].shape:
@@ -131,12 +136,12 @@ class Statistics:
         self._pending, self._settled, self._merged = [], [state["looks"].clone()], state["merged"].clone()
 
     def finish(self, role: Role) -> TensorStats | None:
-        """The record; None when nothing was seen."""
+        """Return the record; None if nothing was observed."""
         return describe(role, self.moments, self._merged[5:], self.bins, self.channel_absmax.cpu())
 
 
 def describe(role: Role, moments: Tensor, rest: Tensor, bins: Tensor, channel_absmax: Tensor) -> TensorStats | None:
-    """A record from moments (count to M4), (zeros, non-finite, absmax), fine bins and each channel's absmax."""
+    """Make a record from the moments, `rest` = (zeros, non-finite, absmax), the bins and each channel's absmax."""
     count, mean, m2, _, m4 = moments.tolist()
     zeros, non_finite, absmax = rest.tolist()
     if count + non_finite == 0:
@@ -162,7 +167,7 @@ def describe(role: Role, moments: Tensor, rest: Tensor, bins: Tensor, channel_ab
 
 
 def _count_bins(bits: Tensor) -> Tensor:
-    """Elements per bin. Not bincount on a GPU: it waits for the largest index before it can make its result."""
+    """Count elements per bin. Not with bincount on a GPU, which synchronizes to find the largest index."""
     index = (bits >> 20).reshape(-1)
     if index.is_cuda:
         return torch.histc(index, _ALL_BINS, 0, _ALL_BINS).long()
@@ -170,7 +175,10 @@ def _count_bins(bits: Tensor) -> Tensor:
 
 
 def _summarise(clean: Tensor, bins: Tensor, peaks: Tensor) -> Tensor:
-    """Of one look: non-finite, zeros, absmax, mean, and sums of powers of clean - mean. Sums in float64 on a CPU; on a GPU in float32, in a tree."""
+    """Return non-finite count, zeros, absmax, mean, and sums of powers of clean - mean, of one look.
+
+    Sums are in float64 on a CPU, and in float32 on a GPU, where they are tree reductions.
+    """
     wide = clean if clean.is_cuda else clean.double()
     bad = bins[_BINS:].sum(dtype=wide.dtype)
     mean = wide.sum() / (clean.numel() - bad).clamp_(min=1)
@@ -180,14 +188,14 @@ def _summarise(clean: Tensor, bins: Tensor, peaks: Tensor) -> Tensor:
     return torch.stack([bad, bins[0].to(wide.dtype), peaks.amax().to(wide.dtype), mean, *powers])
 
 
-def _complete(elements: Tensor, raw: Tensor) -> Tensor:
-    """COLUMNS without the step. A non-finite element was taken as zero: its part of the sums, a power of -mean, is taken out."""
+def _finish_moments(elements: Tensor, raw: Tensor) -> Tensor:
+    """Return COLUMNS without the step. The part of non-finite elements, summed as zero minus the mean, is removed."""
     bad, zeros, absmax, mean, m2, m3, m4 = raw.unbind(1)
     m2, m3, m4 = m2 - bad * mean**2, m3 + bad * mean**3, m4 - bad * mean**4
     return torch.stack([elements - bad, mean, m2.clamp(min=0), m3, m4.clamp(min=0), zeros, bad, absmax], 1)
 
 
-def _merge(first: Tensor, second: Tensor) -> Tensor:
+def _merge_moments(first: Tensor, second: Tensor) -> Tensor:
     na, mean_a, m2a, m3a, m4a, *_ = first.tolist()
     nb, mean_b, m2b, m3b, m4b, *_ = second.tolist()
     n = max(na + nb, 1.0)
@@ -207,7 +215,7 @@ def _merge(first: Tensor, second: Tensor) -> Tensor:
 
 
 def quantile(bins: Tensor, zeros: int, level: float) -> float:
-    """The magnitude below which a share `level` of the elements lies: the middle of its bin."""
+    """Return the magnitude below which a share `level` of the elements lies: the middle of its bin."""
     total = int(bins.sum()) + zeros
     rank = level * total - zeros
     if total == 0 or rank <= 0:
@@ -218,6 +226,6 @@ def quantile(bins: Tensor, zeros: int, level: float) -> float:
 
 
 def count_outliers(channel_absmax: Tensor) -> int:
-    """Channels far above the median of those that are not zero."""
+    """Count the channels whose absmax is far above the median of the non-zero channels."""
     alive = channel_absmax[channel_absmax > 0]
     return int((alive > OUTLIER_FACTOR * alive.median()).sum()) if alive.numel() else 0

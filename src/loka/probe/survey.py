@@ -177,7 +177,7 @@ def why_unscored(watch: Watch) -> str | None:
 
 
 def chain_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
-    """Return candidates with static and delayed scales, as a chain would use them. They have a score but no measured error."""
+    """Return candidates with static and delayed scales, as in a chain. They have a score but no measured error."""
     candidates = []
     for recipe in GIVEN_SCALES:
         operands, found = operands_of(recipe, gemm), watch.tally.harm(gemm, recipe)
@@ -220,7 +220,7 @@ def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
 
 
 def _judge_in_chain(watch: Watch, running: GemmVerdict, alone: GemmVerdict) -> GemmVerdict:
-    """Return the verdict of the linear inside its chain; unless safe, its reason also states the verdict outside the chain."""
+    """Return the verdict inside the chain; unless it is safe, the reason adds the verdict outside the chain."""
     chain = chain_of(watch.module)
     assert chain is not None
     beside = "" if running.safety == "safe" else f"; alone: {alone.safety}, {alone.reason}"

@@ -1,18 +1,19 @@
-"""Swapping: measure how low precision changes the metric, with each unit enabled alone, then all together, on the same examples.
+"""Swapping: measure how low precision changes the metric, each unit alone, then all together, on the same examples.
 
     swapped = swap(model, units, batches, metric)
     swapped.alone["over.2"]          Interval of the relative change of the mean metric
     swapped.vetoed                   units whose change may exceed their share of the margin, and why
 
-A unit is anything that can be switched on and off: a placed module, a chain, a hook. The metric is called with the model and a
-batch and returns one number per example, for instance the log loss of a ranker. Differences are taken per example. Intervals are
-95 % bootstraps over examples, over groups of them (users), or over batches if these differ (`loka.probe.paired`). Both directions
-count: an improvement on these examples is noise that may be a regression on others.
+A unit is anything that can be switched on and off: a placed module, a chain, a hook. The metric is called with the
+model and a batch and returns one number per example, for instance the log loss of a ranker. Differences are taken per
+example. Intervals are 95 % bootstraps over examples, over groups of them (users), or over batches if these differ
+(`loka.probe.paired`). Both directions count: an improvement on these examples is noise that may be a regression on
+others.
 
-The margin is 0.02 % of the loss for all units together, and margin / sqrt(units) for one alone, because independent errors add
-in squares. If the examples cannot resolve that (half the interval is wider), 0.1 % is used for the ends of the interval and the
-text says so; the change itself is still held to 0.02 %. The upper end decides: a unit that is not shown to be within its share
-is vetoed.
+The margin is 0.02 % of the loss for all units together, and margin / sqrt(units) for one alone, because independent
+errors add in squares. If the examples cannot resolve that (half the interval is wider), 0.1 % is used for the ends of
+the interval and the text says so; the change itself is still held to 0.02 %. The upper end decides: a unit that is not
+shown to be within its share is vetoed.
 
 Every unit is switched off again, and the training mode and random state are restored, even on errors.
 """
@@ -62,7 +63,7 @@ class Swapped:
 
     @property
     def vetoed(self) -> dict[str, str]:
-        """Units that must not be used, with the reason: they failed, or may change the metric by more than their share."""
+        """Units that must not be used, with the reason: they failed, or may change the metric beyond their share."""
         found = {name: allow(change, margin=self.margin, units=len(self.alone)) for name, change in self.alone.items()}
         return {
             **{name: f"fails: {why}" for name, why in self.failed.items()},
@@ -114,8 +115,8 @@ def swap(
         Intervals of the relative changes, and the vetoed units.
 
     Raises:
-        ValueError: no units or batches, a duplicate name, a metric that does not return one number per example, or a metric
-            that changed after every unit was switched off again.
+        ValueError: no units or batches, a duplicate name, a metric that does not return one number per example, or a
+            metric that changed after every unit was switched off again.
 
     Example:
         >>> unit = Switchable("over.2", lambda: layer.set_mode("fp8"), lambda: layer.set_mode("high"))

@@ -1,7 +1,7 @@
-"""What the score saw of one site: for every look, GEMM and recipe four sums, kept in order, so that what counts can be the latest.
+"""Tally: the score sums of one site, four for every look, GEMM and recipe, in step order.
 
-A loss and its gradients change while a model trains, and a plan is for what comes: the later half of the looks decides. Sums of a look stay on the device until
-somebody reads them.
+Losses and gradients change during training, and a plan is for the steps to come, so only the later half of the looks
+decides. Sums stay on the device until they are read.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,11 +12,11 @@ from torch import Tensor
 from loka.probe.score import SCORED, Shown, harm_from, operands_of, score_look
 from loka.records import GEMMS, Gemm, Interval
 
-FIRST, EVERY = 2, 4  # looks that are scored: the first two, then one in four
+FIRST, EVERY = 2, 4  # the first two looks are scored, then one in four
 
 
 class Tally:
-    """Sums by look. `keys` are the (gemm, recipe) pairs, in a fixed order."""
+    """Score sums of every look. `keys` are the (gemm, recipe) pairs, in a fixed order."""
 
     def __init__(self, recipes: Iterable[str] = SCORED) -> None:
         self.recipes = tuple(recipes)
@@ -25,11 +25,11 @@ class Tally:
         self._steps = torch.zeros(0, dtype=torch.int64)
         self._sums = torch.zeros(0, len(self.keys), 4, dtype=torch.float64)
         self._nats = torch.zeros(0, dtype=torch.float64)
-        self.largest: dict[str, Tensor] = {}  # of x and dy, in all looks so far: what given scales come from
+        self.largest: dict[str, Tensor] = {}  # amax of x and dy over all looks, for static and delayed scales
 
     @staticmethod
     def due(look: int) -> bool:
-        """Whether a site's look of this number is scored."""
+        """Return whether the look of this number is scored."""
         return look < FIRST or look % EVERY == 0
 
     def see(self, shown: Shown, step: int) -> None:
@@ -41,7 +41,7 @@ class Tally:
             self._pending.append((step, sums, shown.nats))
 
     def remember(self, largest: Mapping[str, Tensor]) -> None:
-        """Largest values of a look, for the scales of those that follow; one that is not finite leaves no trace."""
+        """Update the running amax that later looks use for static and delayed scales. Non-finite values are ignored."""
         for role, value in largest.items():
             value = torch.where(value.isfinite(), value, torch.zeros_like(value))
             seen = self.largest.get(role)
@@ -57,11 +57,11 @@ class Tally:
 
     @property
     def looks(self) -> int:
-        """Looks scored."""
+        """Number of looks scored."""
         return len(self._pending) + len(self._steps)
 
     def later(self, gemm: Gemm, recipe: str) -> tuple[Tensor, float]:
-        """(sums [looks, 4], mean loss of an example) of the later half of the looks that gave a number: what `harm` is made of."""
+        """Return (sums [looks, 4], mean loss of an example) over the later half of the looks with a result."""
         self._settle()
         sums = self._sums[:, self.keys.index((gemm, recipe))]
         known = sums[:, 0] > 0
@@ -71,14 +71,14 @@ class Tally:
         return sums[half], size if size == size else 1.0
 
     def harm(self, gemm: Gemm, recipe: str) -> tuple[Interval, float] | None:
-        """(harm, mean) of the later half of the looks that gave a number; None where there is none."""
+        """Return (harm, mean) of the later half of the looks with a result; None if there is none."""
         if (gemm, recipe) not in self.keys:
             return None
         sums, nats = self.later(gemm, recipe)
         return harm_from(gemm, sums, nats=nats)
 
     def merge(self, other: "Tally") -> None:
-        """Add another rank's looks."""
+        """Add the looks of another rank."""
         self._settle()
         other._settle()
         if other.keys != self.keys:
@@ -89,7 +89,7 @@ class Tally:
         self.remember({role: value.to(self.largest.get(role, value).device) for role, value in other.largest.items()})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors."""
+        """Return the state as tensors."""
         self._settle()
         largest = [float(self.largest[role]) if role in self.largest else -1.0 for role in ("x", "dy")]
         return {
@@ -100,7 +100,7 @@ class Tally:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         if state["sums"].shape[1:] != self._sums.shape[1:]:
             raise ValueError(f"scores of {state['sums'].shape[1]} pairs, expected {len(self.keys)}: other recipes")
         self._pending = []

@@ -1,13 +1,15 @@
-"""Products that Probe cannot look at: named, with a reason and an estimate of their FLOPs, so that a share of the model is a share of the model.
+"""Products that Probe cannot observe, with a reason and a FLOP estimate, so that FLOP shares refer to the whole model.
 
     recurrent layers          the products are inside one fused call
-    nn.MultiheadAttention     in_proj and out_proj are multiplied by a function, not by a module that could be hooked; the mod attention_layout calls them
-    convolutions, bilinear    no GEMM that conversion could swap
-    TorchScript               runs out of sight; its rows are not counted either
-    a matrix of one's own     a module that holds a Parameter of two dimensions or more and multiplies it itself
+    nn.MultiheadAttention     in_proj and out_proj are applied by functions, not by modules with hooks; the mod
+                              attention_layout calls them as modules
+    convolutions, bilinear    not a GEMM that conversion could swap
+    TorchScript               cannot be hooked; its rows are not counted either
+    other modules             a module that holds a Parameter with two or more dimensions and multiplies by it itself
 
-Estimate: every parameter of such a module meets every row once forward and twice backward, 6 rows x parameters. `probe.count_flops(step)` counts exactly, and
-then counts functional products of activations too, which have no parameters and appear nowhere here.
+Estimate: every parameter is used once per row in forward and twice in backward, so 6 x rows x parameters.
+`probe.count_flops(step)` counts exactly, including functional products of activations, which have no parameters and do
+not appear here.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -41,24 +43,27 @@ REASONS: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 class UnseenWatch:
-    """Counts the rows of a module that cannot be looked at."""
+    """Counts the rows of a module that cannot be observed."""
 
     def __init__(self, name: str, module: nn.Module, reason: str, parameters: int) -> None:
         self.name, self.module, self.reason, self.parameters = name, module, reason, parameters
         self.rows = self.calls = 0
 
     def finish(self, steps: int) -> Unseen:
-        """The record; `steps` had a look."""
+        """Return the record. `steps` is the number of sampled steps."""
         flops = 6.0 * self.rows * self.parameters / max(steps, 1)
         return Unseen(name=self.name, type=type(self.module).__name__, reason=self.reason, flops=flops)
 
 
 def find_unseen(model: nn.Module, watched: Collection[int], outside: Collection[int]) -> list[UnseenWatch]:
-    """What holds a matrix and is neither watched nor left out by the user: one watch for each, outermost first; what lies inside one is counted with it."""
+    """Find modules that hold a matrix and are neither watched nor excluded by the user, outermost first.
+
+    Modules inside a found recurrent layer, attention, convolution or script are counted with it.
+    """
     found: list[UnseenWatch] = []
     covered = {*watched, *outside}
     for name, module in named_sites(model):
-        if id(module) in covered or getattr(module, LENT, None):  # its children compute, and are sites
+        if id(module) in covered or getattr(module, LENT, None):  # its children compute, and are sites themselves
             continue
         reason = next((text for kind, text in REASONS if isinstance(module, kind)), None)
         if reason is not None:
@@ -84,7 +89,7 @@ def _matrices(module: nn.Module, *, recurse: bool) -> Iterator[Tensor]:
 
 
 def inside_attention(model: nn.Module) -> set[int]:
-    """Modules inside nn.MultiheadAttention: its out_proj is a linear that is never called."""
+    """Return the ids of modules inside nn.MultiheadAttention, whose out_proj is a linear that is never called."""
     return {
         id(inner)
         for _, module in named_sites(model)
@@ -95,7 +100,7 @@ def inside_attention(model: nn.Module) -> set[int]:
 
 
 def make_counting_hook(switch: Any, watch: UnseenWatch) -> Callable[..., None]:
-    """The forward hook of what cannot be looked at: on sampled steps it counts rows, in eager mode only."""
+    """Make the forward hook that counts rows on sampled steps, in eager mode only."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not switch.on or not torch.is_grad_enabled():

@@ -1,15 +1,16 @@
 """Verdicts: whether a GEMM is safe and fast in low precision, with the reason in words.
 
-A GEMM is safe if the upper end of some candidate's harm (`loka.probe.score`) is within its share of the margin, and fast if the
-lower end of some safe candidate's speedup exceeds the limit. The margin is a relative change of the loss allowed for the whole
-model, 0.02 % by default. Errors of independent units add in squares, so each of n units may cost margin / sqrt(n). "Unsafe"
-means not shown to be within the margin.
+A GEMM is safe if the upper end of some candidate's harm (`loka.probe.score`) is within its share of the margin, and
+fast if the lower end of some safe candidate's speedup exceeds the limit. The margin is a relative change of the loss
+allowed for the whole model, 0.02 % by default. Errors of independent units add in squares, so each of n units may cost
+margin / sqrt(n). "Unsafe" means not shown to be within the margin.
 
-Without a harm (no gradient, or an unknown loss) nothing is called safe: the verdict states the measured error and is "not
-measured". A product whose error exceeds its limit is unsafe in any case.
+Without a harm (no gradient, or an unknown loss) nothing is called safe: the verdict states the measured error and is
+"not measured". A product whose error exceeds its limit is unsafe in any case.
 
-The reason states what was measured and what decided. For an unsafe GEMM it names tested causes (`loka.probe.cause`): which
-operand, which property, and how far the error falls without it. For a slow one it says where the time goes (`loka.probe.speed`).
+The reason states what was measured and what decided. For an unsafe GEMM it names tested causes (`loka.probe.cause`):
+which operand, which property, and how far the error falls without it. For a slow one it says where the time goes
+(`loka.probe.speed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ ExplainSlow = Callable[[Candidate], str | None]
 
 @dataclass(frozen=True)
 class Allowed:
-    """The limits of a GEMM: a margin for the whole model shared by `units`, or an error of the product if no harm is known."""
+    """Limits of a GEMM: a margin for the whole model shared by `units`, and an error, used if no harm is known."""
 
     margin: float
     units: int

@@ -1,24 +1,27 @@
-"""Watching one site: what its GEMMs are given on sampled steps.
+"""Watch: observes one site and records the operands of its GEMMs on sampled steps.
 
-A look is one call of the module on a sampled step. The forward takes up to `rows` rows of x, one from each of as many equal parts of the batch; the
-backward takes the same rows of dy; both are copies. Nothing is computed from them until the step is over (`absorb`), so that the step itself only
-gathers. Rows are drawn from a generator seeded by the site and the number of the look: a probe changes no random state, and continues after
-a crash as if there had been none.
+A look is one call of the module on a sampled step. The forward copies up to `rows` rows of x, one from each of as many
+equal parts of the batch; the backward copies the same rows of dy. They are processed only after the step (`absorb`), so
+that the step itself only gathers. Rows are drawn from a generator seeded by the site and the number of the look: a
+probe does not touch the global random state, and resumes after a crash as if it had not been interrupted.
 
-    a module never called                                 nothing is recorded
-    calls under no_grad                                   recorded, x and W alone, until a step with gradients was seen: then only those count, since
-                                                          a validation between training steps must leave no trace
-    a module called twice in a step                       two looks, each x with its own dy
-    recomputation by activation checkpointing             recognised (autograd is running) and not counted again; with reentrant checkpoints,
-                                                          whose first forward runs without gradients, the recomputation is the look
-    empty batches                                         counted as calls of no rows
-    non-finite values                                     counted; their rows stay out of the covariance
-    a link of an FP8 chain                                its rows come from a trace of the chain (`loka.probe.chain_tap`), with what the chain itself multiplied
+    a module never called              nothing is recorded
+    calls under no_grad                recorded (x and W only) until the first step with gradients, then ignored so that
+                                       validation between training steps has no effect
+    a module called twice in a step    two looks, each with its own x and dy
+    activation checkpointing           recomputation is detected (autograd is running) and not counted again. With
+                                       reentrant checkpoints, whose first forward runs without gradients, the
+                                       recomputation is the look
+    empty batches                      counted as calls with no rows
+    non-finite values                  counted; their rows are excluded from the covariance
+    a link of an FP8 chain             its rows come from a trace of the chain (`loka.probe.chain_tap`), with the
+                                       operands that the chain itself multiplied
 
-Weights change slowly: their statistics are taken at every tenth step with a look, the matrix normal only at snapshots. How they are read is a matter of its own
-(`loka.probe.weights`). The first two looks and then one in four are scored: what every recipe would do to the loss (`loka.probe.tally`).
+Weights change slowly: their statistics are updated on every tenth sampled step, the matrix normal only at snapshots.
+`loka.probe.weights` explains how they are read. The first two looks, then one in four, are scored (`loka.probe.tally`).
 
-An observer must not raise into a training loop: whatever goes wrong switches the site off, with the reason in `off` and in the report.
+An observer must not raise into a training loop: any error disables the site, with the reason in `off` and in the
+report.
 """
 
 import copy
@@ -46,13 +49,13 @@ from loka.records import GEMMS, Gemm, Role, TensorStats
 
 WEIGHT_EVERY = 10
 SCORED_KINDS = ("linear", "mixed")
-MAX_UNGRADED = 8  # calls of one step without gradients
+MAX_UNGRADED = 8  # calls without gradients kept per step
 UNKNOWN_LOSS = "the loss is not known: it is no cross-entropy of what the model returned; hint: probe.step(loss)"
 LossOf = Callable[[int], tuple[Tensor, Tensor] | None]
 
 
 class Watch:
-    """One site of a model."""
+    """Observes one site of a model."""
 
     def __init__(
         self,
@@ -68,22 +71,22 @@ class Watch:
     ) -> None:
         self.name, self.module, self.adapter = name, module, adapter
         self.type = type(module).__name__
-        self.on = True  # whether it is this site's turn; read when an op runs, never when a graph is made
+        self.on = True  # whether the site is due on this step; read when an op runs, never while a graph is traced
         self._rows, self._seed, self._ledger, self._window = rows, seed, ledger, window
         self.calls = self.rows_seen = self.largest = self.steps = 0
         self.needs_dgrad = False
-        self.forward_only = False  # all that was seen so far ran without gradients
-        self.off: str | None = None  # why it is not looked at any more
+        self.forward_only = False  # every call so far ran without gradients
+        self.off: str | None = None  # why the site was disabled
         self.kept = why_kept(module)
-        self.unscored: str | None = None  # why the last look that could have been scored was not
+        self.unscored: str | None = None  # why the last look due for scoring was not scored
         self.learned: Learned | None = None
         self.tally = Tally(recipes)
-        self.own = OwnTally()  # as a link of a chain, where it is one
+        self.own = OwnTally()  # measurements as a link of a chain
         self._pending: dict[int, Look] = {}
         self._ungraded: list[Look] = []
-        self._whole: Tensor | None = None  # the last weight of a sharded site
+        self._whole: Tensor | None = None  # a sharded site's unsharded weight, as of its last look
         self._shape = (0, 0)
-        self._outside = 0  # calls of this step that were no recomputation
+        self._outside = 0  # calls of this step outside backward, i.e. not recomputations
         self.number = enroll(self)
         parameter = next(module.parameters(), None)
         self.token = torch.zeros(1, dtype=torch.int32, device=None if parameter is None else parameter.device)
@@ -95,33 +98,33 @@ class Watch:
 
     @property
     def weight(self) -> Tensor | None:
-        """The parameter, [N, K] or [experts, N, K]; None where both operands are activations, or where it must not be read."""
+        """The weight, [N, K] or [experts, N, K]; None if both operands are activations or if it must not be read."""
         return self._whole if self.sharded else read_weight(self.module, self.adapter.weight)
 
     @property
     def k(self) -> int:
-        """Length of the contracted dimension; of a lookup, rows of the table."""
+        """Length of the contracted dimension; for a lookup, the number of table rows."""
         return self._shape[0]
 
     @property
     def n(self) -> int:
-        """Columns of the output."""
+        """Number of output columns."""
         return self._shape[1]
 
     @property
     def groups(self) -> int:
-        """Matrices that share the rows: experts of a grouped GEMM, else 1."""
+        """Number of experts of a grouped GEMM, else 1."""
         weight = self.weight
         return weight.shape[0] if weight is not None and weight.dim() == 3 else 1
 
     @property
     def device(self) -> torch.device:
-        """Where the site computes."""
+        """The device of the site."""
         return self.token.device if self.learned is None else self.learned.device
 
     @property
     def reservoir(self) -> Reservoir:
-        """Its kept rows; of a site never seen, none."""
+        """The rows kept of this site; empty if it was never called."""
         if self.learned is None:
             return Reservoir(1, (1, 1), self.device, torch.Generator())
         return self.learned.reservoir
@@ -139,7 +142,7 @@ class Watch:
 
     @property
     def gemms(self) -> list[Gemm]:
-        """The GEMMs that happened."""
+        """The GEMMs that were observed."""
         if self.learned is None or not self.calls or self.adapter.kind == "lookup" or not self._readable:
             return []
         absent = set() if self.learned.reservoir.has_dy else {"dgrad", "wgrad"}
@@ -152,7 +155,7 @@ class Watch:
 
     @property
     def is_raw(self) -> bool:
-        """Whether its input comes from the data: nothing before it is trained."""
+        """Whether the input comes straight from the data, with no trained layer before it."""
         return not self.needs_dgrad and self.adapter.kind in SCORED_KINDS
 
     @property
@@ -160,8 +163,8 @@ class Watch:
         return self.adapter.weight is None or self.weight is not None
 
     def switch_off(self, doing: str, error: BaseException) -> None:
-        """Look no more, and remember why."""
-        self.off = f"switched off while {doing}: {_spell(error)}"
+        """Disable the site and record why."""
+        self.off = f"switched off while {doing}: {_describe_error(error)}"
         self.on, self._pending, self._ungraded = False, {}, []
 
     def see_forward(
@@ -175,9 +178,10 @@ class Watch:
         graded: bool = True,
         call: int = 0,
     ) -> int:
-        """One call: its operands. Returns the ticket to bring with the gradient; `dtype` is what the GEMM casts x to.
+        """Record the operands of one call; returns the ticket to pass to `see_backward` with the gradient.
 
-        `weight` is given where it is whole only now, `graded` says whether gradients are recorded, `call` which call of the model this is.
+        `dtype` is the dtype the GEMM casts x to, `weight` the unsharded weight of a sharded site, `graded` whether
+        gradients are recorded, and `call` the number of the model call within this step.
         """
         if not self.on or self.off is not None:
             return NO_TICKET
@@ -192,15 +196,15 @@ class Watch:
                         self._ungraded.append(self._take(x, right, dtype, ticket, 0))
                     return NO_TICKET
                 if inside_backward() and self._outside:
-                    return self._recall(x)
+                    return self._find_recomputed(x)
                 self._begin_graded()
-                return self._file(self._take(x, right, dtype, self.calls, call), needs_dgrad)
+                return self._keep_pending(self._take(x, right, dtype, self.calls, call), needs_dgrad)
         except Exception as error:
             self.switch_off("looking at a forward pass", error)
             return NO_TICKET
 
     def see_look(self, look: Look, needs_dgrad: bool, *, weight: Tensor | None = None, graded: bool = True) -> int:
-        """One call whose rows somebody else took: of a link of a chain. The rest as `see_forward`; a recomputation is not brought here."""
+        """Record one call of a link of a chain, whose rows were taken by the tap. Not called for recomputations."""
         if not self.on or self.off is not None:
             return NO_TICKET
         try:
@@ -210,7 +214,7 @@ class Watch:
                 look.weight = self._weight_to_score()
                 if graded:
                     self._begin_graded()
-                    return self._file(look, needs_dgrad)
+                    return self._keep_pending(look, needs_dgrad)
                 if self._counts_ungraded:
                     self._ungraded.append(look)
         except Exception as error:
@@ -219,19 +223,19 @@ class Watch:
 
     @property
     def _counts_ungraded(self) -> bool:
-        """Calls without gradients are kept until the step is over, and only while no step has had any."""
+        """Whether a call without gradients is kept: only until some step has gradients."""
         return (self.forward_only or not self.calls) and len(self._ungraded) < MAX_UNGRADED
 
     def _begin_graded(self) -> None:
         if not inside_backward():
             self._outside += 1
         if self.forward_only:
-            self._forget()
+            self._discard_ungraded()
 
-    def _file(self, look: Look, needs_dgrad: bool) -> int:
-        """Keep a look until its gradient comes; returns its ticket."""
+    def _keep_pending(self, look: Look, needs_dgrad: bool) -> int:
+        """Keep a look until its gradient arrives; returns its ticket."""
         ticket = self.calls
-        self._count(look)
+        self._count_call(look)
         self.needs_dgrad |= needs_dgrad
         if look.count == 0:
             return NO_TICKET
@@ -239,12 +243,12 @@ class Watch:
         return ticket
 
     def _weight_to_score(self) -> Tensor | None:
-        """A copy of the weight as it is in this call, where the look will be scored."""
+        """Return a copy of the current weight if this look will be scored, else None."""
         weight = self.weight if self.adapter.kind in SCORED_KINDS and self.tally.due(self.steps) else None
         return weight.detach().clone() if weight is not None and weight.dim() == 2 else None
 
     def _take(self, x: Tensor, right: Tensor | None, dtype: torch.dtype | None, ticket: int, call: int) -> Look:
-        """Copies of some rows of a call."""
+        """Copy some rows of a call."""
         if is_sharded(x):
             x = x.to_local()  # type: ignore[attr-defined]
         if self.learned is None:
@@ -267,20 +271,23 @@ class Watch:
             raise ValueError("the weight has no shape although the module has run")
         return int(shape[-2])
 
-    def _count(self, look: Look) -> None:
+    def _count_call(self, look: Look) -> None:
         self.calls += 1
         self.rows_seen += look.count
         self.largest = max(self.largest, look.count)
 
-    def _forget(self) -> None:
-        """Training has begun: what ran without gradients before it does not count."""
+    def _discard_ungraded(self) -> None:
+        """Discard what was recorded without gradients, because training has begun."""
         self.forward_only = False
         self.calls = self.rows_seen = self.largest = self.steps = 0
         if self.learned is not None:
             self.learned = self._make_learned(self.learned.widths, self.device)
 
-    def _recall(self, x: Tensor) -> int:
-        """The ticket of a recomputed call. Of several that wait for a gradient it is the one with the same rows: the only time a look waits for the device."""
+    def _find_recomputed(self, x: Tensor) -> int:
+        """Return the ticket of a recomputed call: of several pending looks, the one with the same rows.
+
+        This comparison is the only place where a look synchronizes with the device.
+        """
         waiting = [ticket for ticket, look in self._pending.items() if look.dy is None]
         if len(waiting) < 2:
             return waiting[0] if waiting else NO_TICKET
@@ -293,7 +300,7 @@ class Watch:
         return min(waiting, key=distance)
 
     def see_backward(self, ticket: int, dy: Tensor) -> None:
-        """The gradient of a call's output; a second one for the same call is not counted."""
+        """Record the gradient of a call's output. A second gradient for the same call is ignored."""
         look = self._pending.get(ticket)
         if look is None or look.dy is not None:
             return
@@ -307,7 +314,7 @@ class Watch:
             self.switch_off("looking at a backward pass", error)
 
     def see_link_gradient(self, ticket: int, dy: Tensor, low: QTensor, largest: Tensor, left: Tensor) -> None:
-        """The gradient of a link's product, of the rows of its look: before it was rounded, and as the GEMMs had it."""
+        """Record the gradient of a link's product for the rows of its look, before rounding and as the GEMMs had it."""
         look = self._pending.get(ticket)
         if look is not None and look.dy is None and look.own is not None:
             look.dy, look.own.dy, look.largest["dy"], look.left = dy, low, largest, left
@@ -316,7 +323,7 @@ class Watch:
         return torch.Generator().manual_seed((self._seed * 1_000_003 + look) % 2**63)
 
     def absorb(self, step: int, loss_of: LossOf | None = None) -> bool:
-        """The step is over: learn from what it showed. Returns whether it showed anything."""
+        """Process the looks of the finished step. Returns whether there were any."""
         try:
             with torch.no_grad():
                 return self._absorb(step, loss_of)
@@ -331,11 +338,11 @@ class Watch:
             looks = {self.calls + number: look for number, look in enumerate(ungraded)}
             self.forward_only = called = True
             for look in ungraded:
-                self._count(look)
+                self._count_call(look)
         if not called or self.learned is None:
             return bool(called)
         if self.steps % WEIGHT_EVERY == 0 and (weight := self.weight) is not None:
-            self.learned.see_weight(self._sampled_weight(weight), step)
+            self.learned.see_weight(self._sample_weight(weight), step)
         due = self.tally.due(self.steps)
         self.steps += 1
         if due:
@@ -345,29 +352,29 @@ class Watch:
                 continue
             self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
             if due:
-                self._try_to_score(look, step, loss_of)
+                self._score_safely(look, step, loss_of)
                 self._measure_own(look, step, loss_of)
             self.tally.remember(look.largest)
         return True
 
-    def _try_to_score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
+    def _score_safely(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         try:
             self._score(look, step, loss_of)
-        except Exception as error:  # what else was seen of the site still counts
-            self.unscored = f"scoring failed: {_spell(error)}"
+        except Exception as error:  # the site's other data remains valid
+            self.unscored = f"scoring failed: {_describe_error(error)}"
 
     def _measure_own(self, look: Look, step: int, loss_of: LossOf | None) -> None:
-        """What a link of a chain lost in this call, as it ran."""
+        """Measure the error of a link of a chain in this call, as it actually ran."""
         if look.own is None or look.weight is None:
             return
         try:
             loss = None if loss_of is None else loss_of(look.call)
             self.own.see(look, look.weight, loss, step)
         except Exception as error:
-            self.unscored = f"the chain's own way was not measured: {_spell(error)}"
+            self.unscored = f"the chain's own way was not measured: {_describe_error(error)}"
 
     def _score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
-        """What every recipe would have done to the loss in this call."""
+        """Score what every recipe would have done to the loss in this call."""
         weight = look.weight
         if weight is None:
             self.unscored = f"sites of the kind {self.adapter.kind!r} have no score"
@@ -381,8 +388,8 @@ class Watch:
             return
         self.tally.see(look.show(weight, loss, self.tally.largest), step)
 
-    def _sampled_weight(self, weight: Tensor) -> Tensor:
-        """Of a GEMM's weight everything; of a table, which may be huge, some rows."""
+    def _sample_weight(self, weight: Tensor) -> Tensor:
+        """Return the whole weight of a GEMM, or some rows of an embedding table, which may be huge."""
         flat = weight.detach().reshape(-1, weight.shape[-1])
         if self.adapter.kind != "lookup":
             return flat
@@ -390,53 +397,53 @@ class Watch:
 
     @torch.no_grad()
     def snapshot(self) -> None:
-        """Take the weight into its matrix normal."""
+        """Add the current weight to the matrix normal."""
         if self.learned is not None and self.adapter.kind != "lookup":
             self.learned.snapshot(self.weight)
 
     def release(self) -> None:
-        """Give back what only drawing needed: factors of covariances, as large as those themselves. They are made again when needed."""
+        """Free the cached covariance factors, which are as large as the covariances. They are recomputed on demand."""
         if self.learned is not None:
             self.learned.release()
 
     def describe(self) -> list[TensorStats]:
-        """The statistics that have seen anything."""
+        """Return the statistics of all operands that were observed."""
         return [] if self.learned is None else self.learned.describe()
 
     @property
     def covariance_kind(self) -> str:
-        """How the covariances of x and dy and the matrix normal of W are kept, for the report."""
+        """How the covariances of x and dy and the matrix normal of W are stored, for the report."""
         return "nothing seen" if self.learned is None else self.learned.kind
 
     def draw(self, role: Role, source: Source, count: int, generator: torch.Generator) -> Tensor:
-        """float32: `count` rows of x [count, K] or dy [count, N], or one weight [N, K]. See `loka.probe.source`."""
-        return self._seen().draw(role, source, count, generator, self.weight)
+        """Draw `count` rows of x [count, K] or dy [count, N], or a weight [N, K]; float32. See `loka.probe.source`."""
+        return self._require_learned().draw(role, source, count, generator, self.weight)
 
     def draw_pair(self, source: Source, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """x and dy; of real rows, x and dy of the same examples."""
-        return self._seen().draw_pair(source, count, generator)
+        """Draw x and dy; with source "rows" they belong to the same examples."""
+        return self._require_learned().draw_pair(source, count, generator)
 
     def at(self, time: Literal["first", "latest"]) -> "Watch":
-        """The site as its first or latest complete window showed it: a watch to read, not to look with."""
-        learned = self._seen()
+        """Return the site as of its first or latest complete window, for reading only."""
+        learned = self._require_learned()
         rows = learned.windows.first if time == "first" else learned.windows.latest
         if rows.kept == 0:
             raise ValueError(f"{self.name}: no window of training is complete yet")
         then = copy.copy(self)
         then.learned = self._make_learned(learned.widths, self.device)
         then.learned.recall(rows, learned, self._generator(0))
-        # the score is of all looks: a window alone is judged by its errors
+        # the score covers all looks, so a single window is judged by its errors
         then.tally, then.own = Tally(self.tally.recipes), OwnTally()
         then.on = False
         return then
 
-    def _seen(self) -> Learned:
+    def _require_learned(self) -> Learned:
         if self.learned is None:
             raise ValueError(f"{self.name}: never called on a sampled step, so there is nothing to draw from")
         return self.learned
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as flat named tensors."""
+        """Return the state as flat named tensors."""
         counts = [self.calls, self.rows_seen, self.largest, int(self.needs_dgrad), self.steps, *self._shape]
         state = {} if self.learned is None else self.learned.state_dict()
         state |= {f"score.{key}": value for key, value in self.tally.state_dict().items()}
@@ -446,34 +453,34 @@ class Watch:
         return {**state, "counts": torch.tensor(counts), "forward_only": torch.tensor(self.forward_only)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.calls, self.rows_seen, self.largest, dgrad, self.steps, k, n = state["counts"].tolist()
         self.needs_dgrad, self.forward_only = bool(dgrad), bool(state.get("forward_only", False))
         if "whole" in state:
             self._whole = state["whole"].to(self.device, copy=True)
-        self.tally.load_state_dict(_part(state, "score."), self.device)
-        if own := _part(state, "own."):
+        self.tally.load_state_dict(_select_prefix(state, "score."), self.device)
+        if own := _select_prefix(state, "own."):
             self.own.load_state_dict(own)
         if (k, n) == (0, 0):
             return
         if self.learned is None:
             self._prepare(k, n, self.device)
-        self._seen().load_state_dict(state)
+        self._require_learned().load_state_dict(state)
 
     def merge(self, state: dict[str, Tensor]) -> None:
-        """Add what the watch of the same site has seen on another rank, given as its state."""
+        """Add the `state_dict` of the same site on another rank."""
         calls, rows_seen, largest, dgrad, steps, k, n = state["counts"].tolist()
         if (k, n) != (0, 0):
             if self.learned is None:
                 self._prepare(k, n, self.device)
-            mine = self._seen()
+            mine = self._require_learned()
             other = self._make_learned(mine.widths, torch.device("cpu"))
             other.load_state_dict(state)
             mine.merge(other, self._generator(self.calls + calls))
         theirs = Tally(self.tally.recipes)
-        theirs.load_state_dict(_part(state, "score."), self.device)
+        theirs.load_state_dict(_select_prefix(state, "score."), self.device)
         self.tally.merge(theirs)
-        if own := _part(state, "own."):
+        if own := _select_prefix(state, "own."):
             chained = OwnTally()
             chained.load_state_dict(own)
             self.own.merge(chained)
@@ -482,16 +489,19 @@ class Watch:
         self.needs_dgrad |= bool(dgrad)
 
 
-def _spell(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _select_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
 def _weigh_calls(looks: Iterable[Look]) -> None:
-    """Calls of a linear in one call of the model count the same, however many rows of each are scored; those that nothing depends on do not count."""
+    """Give all calls of a linear within one model call the same total weight, however many rows of each are scored.
+
+    `looks` must have gradients: calls that the loss does not depend on do not count.
+    """
     together: defaultdict[int, list[tuple[Look, int]]] = defaultdict(list)
     for look in looks:
         together[look.call].append((look, look.rows_to_score().numel() // look.together))

@@ -1,9 +1,9 @@
-"""Reading a weight without touching it.
+"""Reading weights without side effects.
 
 plain          the Parameter itself
-parametrised   `module.weight` computes it anew, and some parametrisations (spectral_norm in training) change their own state when it is read: never read
-sharded        FSDP2 holds a shard between steps, and the whole weight only while the module runs: copied in the forward, on sampled steps
-lazy           has no shape before the first call: a site all the same, once it has one
+parametrized   never read: computing `module.weight` changes the state of some parametrizations (spectral_norm)
+sharded        FSDP2 holds the whole weight only while the module runs, so it is copied in the forward of sampled steps
+lazy           has no shape before the first call, and becomes a site then
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ from loka.mods.protect_intermediates import is_protected
 
 
 def is_parametrized(module: nn.Module) -> bool:
-    """Whether `module.weight` is computed when it is read."""
+    """Return whether `module.weight` is computed on access."""
     return parametrize.is_parametrized(module, "weight")
 
 
 def is_sharded(weight: Any) -> bool:
-    """Whether a tensor is one rank's part of a distributed one."""
+    """Return whether a tensor is a DTensor."""
     return isinstance(weight, Tensor) and hasattr(weight, "to_local") and hasattr(weight, "placements")
 
 
 def read_weight(module: nn.Module, read: Any) -> Tensor | None:
-    """What an adapter reads, where reading it is harmless and it is whole; else None."""
+    """Return the weight that an adapter reads, or None if it is parametrized, sharded or uninitialized."""
     if read is None or is_parametrized(module):
         return None
     weight = read(module)
@@ -39,7 +39,7 @@ def read_weight(module: nn.Module, read: Any) -> Tensor | None:
 
 
 def shape_of_weight(module: nn.Module, read: Any) -> torch.Size | None:
-    """[N, K] of a weight, also of one that cannot be read; None where only a call will tell."""
+    """Return the shape [N, K] of a weight, even if it cannot be read; None if unknown before the first call."""
     if read is None:
         return None
     if is_parametrized(module):
@@ -55,7 +55,7 @@ def shape_of_weight(module: nn.Module, read: Any) -> torch.Size | None:
 
 
 def why_kept(module: nn.Module) -> str | None:
-    """Why a site may not be swapped, whatever its error; None where it may."""
+    """Return why a site must stay in high precision whatever its error, or None."""
     if is_parametrized(module):
         kinds = ", ".join(type(p).__name__ for p in module.parametrizations["weight"])  # type: ignore[index]
         return f"its weight is parametrised ({kinds.strip('_')}): it is not read outside the forward, and not planned"
@@ -63,7 +63,7 @@ def why_kept(module: nn.Module) -> str | None:
         return "protected by a mod: it stays in high precision"
     if isinstance(module, nn.Linear) and not isinstance(module, Linear) and chain_of(module) is None:
         lazy = isinstance(module._parameters.get("weight"), UninitializedParameter)
-        return None if lazy else refuse(module)  # what conversion would say of it
+        return None if lazy else refuse(module)  # the reason why conversion would refuse it
     if not isinstance(module, nn.Linear) and type(module).__name__ == "Conv1D":
         return "a Conv1D holds its weight transposed, which conversion does not take; hint: replace it by an nn.Linear"
     return None

@@ -1,10 +1,11 @@
-"""Windows over training: enough of the past to say what changed, in bounded memory.
+"""Windows over training: a bounded history for detecting drift.
 
-A window is a span of `length` steps. At its end the cumulative histogram is copied (differences of two copies are the histogram of what lies
-between), and the number of looks so far is noted (every look's moments are kept by `Statistics` anyway). When there are more than 16 marks, every
-other one is dropped and the length doubles: a long run keeps its whole history, more coarsely.
+A window is a span of `length` steps. At its end, a mark stores a copy of the cumulative histogram (the difference of
+two copies is the histogram of the window) and the number of looks so far (`Statistics` keeps the moments of every
+look). With more than 16 marks, every other one is dropped and the length doubles, so a long run keeps its whole history
+more coarsely.
 
-Some real rows of the first window and of the latest are kept too, so that candidates can be judged on either.
+Some real rows of the first and the latest window are kept too, so that candidates can be judged on either.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ ROLES: tuple[Role, ...] = ("x", "w", "dy")
 
 @dataclass
 class Mark:
-    """The end of a window: the first step after it, and what had been seen by then."""
+    """The end of a window: the first step after it, and the looks and histogram up to then."""
 
     step: int
     looks: dict[Role, int]
@@ -40,23 +41,23 @@ class Windows:
         self._generator = torch.Generator()
         self.marks: list[Mark] = []
         self.start: int | None = None  # first step of the first window
-        self.first, self.latest, self._current = (self._reservoir() for _ in range(3))
+        self.first, self.latest, self._current = (self._make_reservoir() for _ in range(3))
 
-    def _reservoir(self) -> Reservoir:
+    def _make_reservoir(self) -> Reservoir:
         return Reservoir(self.rows_for(self._rows, self._widths), self._widths, self._device, self._generator)
 
     @staticmethod
     def rows_for(rows: int, widths: tuple[int, int]) -> int:
-        """Rows kept of a window by a site that keeps `rows`."""
+        """Return the number of rows kept per window by a site that keeps `rows`."""
         return max(8, min(rows, ROWS, ROW_BYTES // (4 * max(sum(widths), 1))))
 
     @staticmethod
     def bytes_for(rows: int, widths: tuple[int, int]) -> int:
-        """Memory of three windows' rows."""
+        """Return the memory of the rows of three windows, in bytes."""
         return 3 * 4 * Windows.rows_for(rows, widths) * sum(widths)
 
     def advance(self, step: int, statistics: Mapping[Role, Statistics]) -> None:
-        """A look at this step is about to be learned: close the window before it, if there is one."""
+        """Close the current window if `step` lies beyond it. Called before a look at that step is added."""
         if self.start is None:
             self.start = step
         end = self.marks[-1].step if self.marks else self.start
@@ -66,18 +67,18 @@ class Windows:
         self.marks.append(Mark(step, {role: statistics[role].count for role in ROLES}, bins))
         if len(self.marks) == 1:
             self.first = self._current
-        self.latest, self._current = self._current, self._reservoir()
+        self.latest, self._current = self._current, self._make_reservoir()
         if len(self.marks) > MAX_MARKS:
             self.marks = self.marks[1::2]
             self.length *= 2
 
     def see(self, x: Tensor, dy: Tensor | None, generator: torch.Generator) -> None:
-        """Offer rows to the window that runs."""
+        """Offer rows to the current window."""
         self._generator.set_state(generator.get_state())
         self._current.offer(x, dy)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors."""
+        """Return the state as tensors."""
         state: dict[str, Tensor] = {"length": torch.tensor([self.length, -1 if self.start is None else self.start])}
         if self.marks:
             state["marks"] = torch.tensor([[m.step, *(m.looks[r] for r in ROLES)] for m in self.marks])
@@ -87,7 +88,7 @@ class Windows:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.length, start = state["length"].tolist()
         self.start = None if start < 0 else start
         self.marks = []
@@ -95,12 +96,12 @@ class Windows:
             counts, kept = dict(zip(ROLES, mark[1:], strict=True)), bins.to(self._device, copy=True)
             self.marks.append(Mark(mark[0], counts, dict(zip(ROLES, kept.unbind(), strict=True))))
         for name in ("first", "latest", "current"):
-            part = self._reservoir()
+            part = self._make_reservoir()
             part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
             setattr(self, "_current" if name == "current" else name, part)
 
     def merge(self, other: "Windows", roles: tuple[Role, ...], generator: torch.Generator) -> None:
-        """Add another rank's, whose windows end at the same steps."""
+        """Add the windows of another rank, which must end at the same steps."""
         self._generator.set_state(generator.get_state())
         if [m.step for m in self.marks] != [m.step for m in other.marks]:
             raise ValueError(
