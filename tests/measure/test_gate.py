@@ -276,7 +276,7 @@ def test_a_stochastic_quantiser_is_judged_by_neighbours_and_chances(spec: str) -
         q = quantize_by_law(x, spec)
         return QTensor(q.data.roll(1, 1), q.scale, q.spec, q.tensor_scale)
 
-    for wrong, why in ((nearest, "standard errors"), (upwards, "standard errors"), (elsewhere, "no neighbour")):
+    for wrong, why in ((nearest, "standard errors"), (upwards, "standard errors"), (elsewhere, "not a neighbor")):
         verdict = judge_quantizer(wrong, call, "cpu")
         assert not verdict
         assert why in verdict.reason

@@ -167,7 +167,7 @@ def test_a_wrong_quantiser_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
     real = site.quantize
     monkeypatch.setattr(site, "quantize", lambda x, spec: real(x * 1.3, spec))
     (answer,) = case()
-    assert answer["refusal"].startswith("wrong: quantising to e4m3:row")
+    assert answer["refusal"].startswith("wrong: quantizing to e4m3:row")
 
 
 def test_a_failing_kernel_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""measure: the truth about kernels. Conformance to the law, timing, isolation, the machine. Everything that measures a kernel goes through here."""
+"""measure: correctness checks and timing of kernels, isolation of crashes, and a description of the machine."""
 
 from loka.measure.conformance import Conformance
 from loka.measure.device import snapshot

@@ -1,4 +1,4 @@
-"""The ops that the benchmark knows. Adding one is one view (`loka.measure.op`) and one row in ADAPTERS; the two that everything rests on are here."""
+"""The benchmark's adapters (`loka.measure.op`) by op, among them scaled_mm and quantize. Add new ones to ADAPTERS."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from loka.measure.topk import Topk
 
 
 class ScaledMm(Op[MatmulCall]):
-    """GEMM of quantised operands. A variant is spelled as `parse_variant` reads it."""
+    """GEMM of quantized operands. See `parse_variant` for variants."""
 
     op = "scaled_mm"
     DIMENSIONS = ("m", "k", "n")
@@ -44,7 +44,7 @@ class ScaledMm(Op[MatmulCall]):
     )
 
     def parse(self, shape: Shape, variant: str) -> MatmulCall:
-        """M, K and N under `a@b`."""
+        """See `Op.parse`: M, K, N and `a@b`."""
         return parse_variant(variant, shape)
 
     def spell(self, call: MatmulCall) -> str:
@@ -54,11 +54,11 @@ class ScaledMm(Op[MatmulCall]):
     def operands(
         self, call: MatmulCall, *, seed: int, distribution: str, device: torch.device
     ) -> tuple[QTensor, QTensor]:
-        """Two QTensors."""
+        """Draw two QTensors."""
         return inputs.matmul_operands(call, seed=seed, distribution=distribution, device=device, outer_major=False)
 
     def thunk(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Thunk:
-        """The GEMM alone: the weight prepared, activation scales stored in the order the backend reads without a copy (a quantiser can write either)."""
+        """Return the GEMM alone: weight prepared, activation scales in the order that the backend reads directly."""
         a, b = operands
         if getattr(backend, "OUTER_MAJOR_SCALES", False) and a.spec.block.rows == 1:
             a = replace(a, scale=a.scale.t().contiguous().t())
@@ -66,7 +66,7 @@ class ScaledMm(Op[MatmulCall]):
         return lambda: backend.run(a, weight, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
 
     def check(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Conformance:
-        """Against the law, with the weight plain and prepared, and the scales of a in both storage orders."""
+        """Check with the weight plain and prepared, and with the scales of `a` in both storage orders."""
         checked = conformance.check_scaled_mm(backend, call, *operands)
         if not checked or not getattr(backend, "OUTER_MAJOR_SCALES", False):
             return checked
@@ -76,27 +76,27 @@ class ScaledMm(Op[MatmulCall]):
         )
 
     def baseline(self, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Thunk:
-        """bf16 linear on the dequantised operands."""
+        """Return a bf16 linear on the dequantized operands."""
         x, w = (q.dequantize(torch.bfloat16) for q in operands)
         return lambda: torch.nn.functional.linear(x, w)
 
     def check_baseline(self, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Conformance:
-        """Against the law of the bf16 values."""
+        """Check against the exact result of the bf16 values."""
         expected = conformance.law_of_values(*(q.dequantize(torch.bfloat16) for q in operands))
         allowed = conformance.baseline_tolerance(torch.bfloat16, call.k)
         return conformance.judge_runs(self.baseline(call, operands), expected, allowed, torch.bfloat16)
 
     def bytes_moved(self, call: MatmulCall) -> int:
-        """8-bit operands in, output out; scales are left out, which makes the floor a floor."""
+        """Count 8-bit operands and the output. Scales are left out, so it is a lower bound."""
         return (call.m + call.n) * call.k + call.m * call.n * call.out_dtype.itemsize
 
     def flops(self, call: MatmulCall) -> int:
-        """2 M K N."""
+        """Return 2 M K N."""
         return 2 * call.m * call.k * call.n
 
 
 def parse_variant(text: str, shape: Shape) -> MatmulCall:
-    """`a@b`, optionally with `|fast` and `|OUT` (bfloat16, float16, float32), e.g. `e4m3:row@e4m3:row|fast|float32`."""
+    """Parse `a@b[|fast][|OUT]`, OUT being bfloat16, float16 or float32, e.g. `e4m3:row@e4m3:row|fast|float32`."""
     specs, *options = text.split("|")
     left, at, right = specs.partition("@")
     outputs = [option for option in options if option != "fast"]
@@ -109,14 +109,17 @@ def parse_variant(text: str, shape: Shape) -> MatmulCall:
 
 
 class Quantize(Op[QuantizeCall]):
-    """Quantisation of x [M, K]; N is ignored. A variant is a Spec, `spec+transposed spec` for the pair the backward pass needs, or `+transposed spec` alone."""
+    """Quantization of x [M, K]; N is ignored.
+
+    A variant is a Spec, `spec+transposed spec` for the pair that the backward pass needs, or `+transposed spec` alone.
+    """
 
     op = "quantize"
     DIMENSIONS = ("m", "k")
     VARIANTS = ("e4m3:tensor:static", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e4m3:1x128+e4m3:1x128")
 
     def parse(self, shape: Shape, variant: str) -> QuantizeCall:
-        """M and K under a Spec."""
+        """See `Op.parse`: M, K and a Spec."""
         spec, _, transpose = variant.partition("+")
         parsed, parsed_t = (Spec.parse(text) if text else None for text in (spec, transpose))
         return QuantizeCall(*shape[:2], parsed, transpose=parsed_t)
@@ -126,14 +129,14 @@ class Quantize(Op[QuantizeCall]):
         return f"{call.spec or ''}{f'+{call.transpose}' if call.transpose else ''}"
 
     def operands(self, call: QuantizeCall, *, seed: int, distribution: str, device: torch.device) -> Tensor:
-        """The tensor."""
+        """Draw the input tensor."""
         return inputs.quantize_input(call, seed=seed, distribution=distribution, device=device)
 
     def thunk(self, backend: Backend, call: QuantizeCall, operands: Tensor) -> Thunk:
-        """The quantiser; given scales are made once, outside the clock. A backend that is meant to be compiled is."""
+        """Return the quantizer, compiled if the backend asks for it. Given scales are computed beforehand."""
         options = self._options(call, operands)
 
-        def tensors(x: Tensor) -> list[Tensor]:  # torch.compile returns tensors, not our records
+        def tensors(x: Tensor) -> list[Tensor]:  # torch.compile returns tensors, not QTensors
             made = backend.run(x, call.spec, **options)
             return [part for q in made if q is not None for part in (q.data, q.scale)]
 
@@ -151,7 +154,7 @@ class Quantize(Op[QuantizeCall]):
         return options
 
     def check(self, backend: Backend, call: QuantizeCall, operands: Tensor) -> Conformance:
-        """The same bits as the law, plain and with poisoned allocations."""
+        """Check for the same bits as the reference, plain and with poisoned allocations."""
         options = self._options(call, operands)
         expected = registry.backend("quantize", "reference").run(operands, call.spec, **options)
         plain = backend.run(operands, call.spec, **options)
@@ -162,17 +165,17 @@ class Quantize(Op[QuantizeCall]):
         return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
 
     def baseline(self, call: QuantizeCall, operands: Tensor) -> Thunk:
-        """A copy of the bf16 tensor: what reading and writing it costs."""
+        """Return a copy of the bf16 tensor, i.e. the cost of reading and writing it."""
         target = torch.empty_like(operands)
         return lambda: target.copy_(operands)
 
     def check_baseline(self, call: QuantizeCall, operands: Tensor) -> Conformance:
-        """A copy equals what it copied."""
+        """Check that the copy equals its source."""
         equal = bool(self.baseline(call, operands)().equal(operands))
         return Conformance(True, 0.0, 0.0) if equal else Conformance(False, 1.0, 0.0, "the copy differs")
 
     def bytes_moved(self, call: QuantizeCall) -> int:
-        """16 bits in, 8 bits out, 8 more for a transpose. A dynamic scale per tensor, or per row of both, needs a second read: not counted."""
+        """Count a 16-bit input and 8-bit outputs. A second read, which some dynamic scales need, is not counted."""
         return call.m * call.k * (call.in_dtype.itemsize + (call.spec is not None) + (call.transpose is not None))
 
 
@@ -199,7 +202,7 @@ ADAPTERS: dict[str, Op[Any]] = {
 
 
 def adapter_for(op: str) -> Op[Any]:
-    """The adapter of an op."""
+    """Return the adapter of an op."""
     if op not in ADAPTERS:
         raise ValueError(f"no benchmark for op {op!r}; there are {', '.join(ADAPTERS)}")
     return ADAPTERS[op]

@@ -1,15 +1,16 @@
-"""The same operand in other places: fresh memory, a buffer that held other values a moment ago, views at other addresses and strides.
+"""Place the same operand elsewhere in memory: new memory, a reused buffer, views at other addresses and strides.
 
-A kernel that remembers what it saw at an address, that assumes an alignment nobody promised it, or that writes where it should read is right on
-fresh contiguous operands and wrong elsewhere.
+A kernel that caches by address, assumes an alignment it was not promised, or writes to its inputs is correct on fresh
+contiguous operands and wrong elsewhere.
 
-    fresh     a copy of its own
-    reused    the same buffer for every operand of that shape: the address of the last call, other values
+    fresh     a new copy
+    reused    one buffer for all operands of that shape: the address of the last call with other values
     shifted   contiguous rows that begin some elements into their storage
-    slices    rows inside a wider buffer, as a slice of a concatenation has them, which begins some elements into its storage
+    slices    rows inside a wider buffer, like a slice of a concatenation, which begins some elements into its storage
 
-On a GPU shifts and strides are whole multiples of 16 bytes: libraries may demand that, a fault there ends the process instead of the call, and the fronts of kernels copy
-what lies elsewhere (loka.kernels.strides). A backend that says `any_alignment = True` is handed everything as it lies, and tried at every element.
+On a GPU, shifts and strides are multiples of 16 bytes: libraries may require that, a violation kills the process
+instead of failing the call, and the facades of kernels copy other operands (loka.kernels.strides). A backend with
+`any_alignment = True` gets operands uncopied and is tested with shifts of single elements.
 """
 
 from dataclasses import replace
@@ -25,10 +26,10 @@ Place = Literal["fresh", "reused", "shifted", "slices"]
 
 
 class Arrangement:
-    """Puts operands in places; `number` chooses among the shifts, so that consecutive calls see different ones.
+    """Places operands in memory. `number` selects the shift, so that consecutive calls see different ones.
 
     Args:
-        exact: shift by elements on a GPU too, not by 16 bytes.
+        exact: shift by single elements on a GPU too, instead of 16 bytes.
     """
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -36,16 +37,16 @@ class Arrangement:
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def put(self, x: Tensor, place: Place, number: int, *, role: str) -> Tensor:
-        """A tensor with the same values in another place.
+        """Copy a tensor to another place.
 
         Args:
-            x: what to copy.
-            place: where to.
-            number: of the call; other numbers, other shifts.
-            role: operands of one call that may be alike in shape need different roles.
+            x: the tensor to copy.
+            place: the kind of place.
+            number: number of the call; it selects the shift.
+            role: name of the operand. Operands of one call that may have the same shape need different roles.
 
         Returns:
-            The copy. It is valid until the next one of the same role and shape is put into the reused buffer.
+            The copy. A reused buffer is valid until the next copy of the same role and shape.
         """
         if x.numel() == 0:
             return x.clone()
@@ -53,7 +54,7 @@ class Arrangement:
         return self._place(raw, place, number, role).view(x.dtype)
 
     def put_quantized(self, q: QTensor, place: Place, number: int, *, role: str) -> QTensor:
-        """A quantised operand; its scales move with it, by other distances, and lie by rows and by columns in turn."""
+        """Copy a quantized operand. Its scales are moved too, by other distances, alternating row- and column-major."""
         data = self.put(q.data, place, number, role=role)
         scale = self.put(q.scale, "shifted" if place == "slices" else place, number // 2, role=role + " scale")
         if place == "slices" and scale.dim() == 2 and number % 2:
@@ -78,13 +79,13 @@ class Arrangement:
 
 
 def choose_shift(number: int) -> int:
-    """1 to 16 in an order that soon visits every power of two, then multiples of 16 up to 256."""
+    """Return a shift from 1 to 256. Consecutive numbers give different alignments."""
     order = (1, 8, 4, 2, 16, 3, 12, 6, 32, 5, 10, 7, 64, 9, 14, 11, 128, 13, 15, 48, 256, 24, 96, 20)
     return order[number % len(order)]
 
 
 def unchanged(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same bits."""
+    """Check whether two tensors are bitwise equal."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]

@@ -1,10 +1,12 @@
-"""The benchmark's view of attention: M ragged rows of H heads, at most N positions long (shape rows x heads x length).
+"""Benchmark adapter of attention: ragged rows of at most `length` positions (shape rows x heads x length).
 
-A variant is `QKxV`, the widths of a head, e.g. `128x128`; options: `even` (every row as long as it may be; otherwise from a third of it to all), `plain` (without
-position and time bias), `gradient` (forward and backward), and a type. Sums are divided by the length a row may have, as HSTU does.
+A variant is `QKxV`, the widths of a head, e.g. `128x128`. Options: `even` (every row has the full length; otherwise
+lengths range from a third to all of it), `plain` (without position and time bias), `gradient` (forward and backward),
+and a dtype. Sums are divided by the maximal length, as in HSTU.
 
-The result is judged against float64, element by element: 16-bit kernels round weights before they multiply the values, and the result once more; a score that
-cancels is off by what float32 adds lose. Gradients are judged by relative L2, all together and position by position, against autograd in float64.
+The result is compared with float64, element by element. The tolerance allows for attention weights that are rounded to
+16-bit before they multiply the values, for the rounding of the result, and for float32 errors of scores that cancel.
+Gradients are judged by relative L2 error against autograd in float64, as a whole and per position.
 """
 
 import math
@@ -34,7 +36,7 @@ NAMES = ("q", "k", "v", "position_bias", "time_bias")
 
 @dataclass(frozen=True)
 class RaggedAttention(AttentionCall):
-    """A call, and what its rows, biases and passes are."""
+    """A call with the options of its variant."""
 
     even: bool = False
     plain: bool = False
@@ -46,7 +48,7 @@ class RaggedAttention(AttentionCall):
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """What the op takes, the gradient of its output, and the lengths once more as numbers."""
+    """The op's inputs, the gradient of its output, and the lengths as integers."""
 
     tensors: dict[str, Tensor | None]
     offsets: Tensor
@@ -62,7 +64,7 @@ class Attention(Op[RaggedAttention]):
     VARIANTS = ("128x128", "128x128|gradient", "64x64")
 
     def parse(self, shape: Shape, variant: str) -> RaggedAttention:
-        """Rows, heads and length under `QKxV`."""
+        """See `Op.parse`: rows, heads, length and `QKxV`."""
         spelled = f"QKxV[|even][|plain][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
         match, options, dtype = read_variant(variant, r"(\d+)x(\d+)", FLAGS, spelled)
         rows, heads, length = shape
@@ -77,7 +79,7 @@ class Attention(Op[RaggedAttention]):
     def operands(
         self, call: RaggedAttention, *, seed: int, distribution: str, device: torch.device
     ) -> AttentionOperands:
-        """Keys of the distribution; normal queries, values, biases and gradients; times that grow within a row."""
+        """Draw keys from the distribution, normal queries, values, biases and gradients, and increasing times."""
         lengths = _lengths(call)
         total = sum(lengths)
 
@@ -106,7 +108,7 @@ class Attention(Op[RaggedAttention]):
         return AttentionOperands(tensors, offsets, dy, lengths)
 
     def thunk(self, backend: Any, call: RaggedAttention, operands: AttentionOperands) -> Thunk:
-        """Forward, or forward and backward."""
+        """Return the forward pass, or forward and backward."""
         o, options = operands, {"max_length": call.length, "divisor": float(call.length)}
         if not call.gradient:
             return lambda: backend.run(offsets=o.offsets, **o.tensors, **options)
@@ -120,7 +122,7 @@ class Attention(Op[RaggedAttention]):
         return both
 
     def check(self, backend: Any, call: RaggedAttention, operands: AttentionOperands) -> Conformance:
-        """The result and, where asked, the gradients against float64, plain and with poisoned allocations."""
+        """Check the result and, for `gradient`, the gradients, plain and with poisoned allocations."""
         law, gradients = _law(call, operands)
         width = call.heads * call.d_v
 
@@ -137,26 +139,26 @@ class Attention(Op[RaggedAttention]):
         return judge_twice(self.thunk(backend, call, operands), judge)
 
     def baseline(self, call: RaggedAttention, operands: AttentionOperands) -> Thunk:
-        """The same in the operands' own type with plain torch, rows padded to the longest; compiled on a GPU. Forward only."""
+        """Return the forward pass in plain torch on padded rows, in the operands' dtype; compiled on a GPU."""
         o = operands
         row, place = locate(o.offsets, o.dy.shape[0])
         run = compiled(lambda q, k, v: _padded(call, q, k, v, row, place, o.tensors), o.dy.device)
         return lambda: run(o.tensors["q"], o.tensors["k"], o.tensors["v"])
 
     def check_baseline(self, call: RaggedAttention, operands: AttentionOperands) -> Conformance:
-        """By relative L2: it rounds its scores."""
+        """Check by relative L2, since the baseline rounds its scores."""
         law, _ = _law(call, operands, forward=True)
         out = self.baseline(call, operands)()
         return judge_near(out.reshape(law.y.shape), law.y, BASELINE[call.dtype], what="the baseline", slices=False)
 
     def bytes_moved(self, call: RaggedAttention) -> int:
-        """Queries, keys and values in, results out; with the gradient all of them once more, and the gradient of the result."""
+        """Count inputs and results; for the gradient all of them once more, and the gradient of the result."""
         total = sum(_lengths(call)) * call.heads * call.dtype.itemsize
         forward = total * (2 * call.d_qk + 2 * call.d_v)
         return forward + (forward + total * call.d_v if call.gradient else 0)
 
     def flops(self, call: RaggedAttention) -> int:
-        """Two products over the pairs that see one another; five more backward."""
+        """Count two products over the pairs of positions that attend; five more for backward."""
         pairs = sum(n * (n + 1) // 2 for n in _lengths(call)) * call.heads
         forward = 2 * pairs * (call.d_qk + call.d_v)
         return forward + (2 * pairs * (3 * call.d_qk + 2 * call.d_v) if call.gradient else 0)
@@ -174,7 +176,7 @@ def _allowed(call: RaggedAttention) -> float:
 
 
 def _law(call: RaggedAttention, o: AttentionOperands, *, forward: bool = False) -> tuple[Law, list[tuple[str, Tensor]]]:
-    """The result in float64, row by row, the size its errors are measured in, and the gradients of the operands."""
+    """Compute in float64, row by row: the result, the size that its errors are relative to, and the gradients."""
     wide = {name: t.double() for name in NAMES if (t := o.tensors.get(name)) is not None}
     differentiate = call.gradient and not forward
     leaves = {name: t.requires_grad_() for name, t in wide.items()} if differentiate else wide
@@ -198,7 +200,7 @@ def _law(call: RaggedAttention, o: AttentionOperands, *, forward: bool = False) 
 
 
 def _row(call: RaggedAttention, wide: dict[str, Tensor], o: AttentionOperands, at: slice) -> tuple[Tensor, Tensor]:
-    """One row: silu(q k^T + biases) v / length, [n, H, d_v], and the size of its terms."""
+    """Compute one row, silu(q k^T + biases) v / length, [n, H, d_v], and the size of its terms."""
     q, k, v = wide["q"][at], wide["k"][at], wide["v"][at]
     s = torch.einsum("ihd,jhd->hij", q, k)
     steps = torch.arange(q.shape[0], device=q.device)
@@ -211,7 +213,7 @@ def _row(call: RaggedAttention, wide: dict[str, Tensor], o: AttentionOperands, a
         s = s + wide["time_bias"][:, time_bucket(asked[at][:, None] - times[at][None, :], _BUCKETS)]
     w = torch.where(distance >= 0, F.silu(s), 0.0) / call.length
     y = torch.einsum("hij,jhd->ihd", w, v)
-    # A score is off by what its own terms lose in float32, however small it is.
+    # a score has the float32 error of its terms, however small the score is
     lost = torch.where(distance >= 0, torch.einsum("ihd,jhd->hij", q.square(), k.square()), 0.0) / call.length**2
     share = (2.0**-20 / _allowed(call)) ** 2
     terms = torch.einsum("hij,jhd->ihd", w.square() + share * lost, v.square()) + y.square()
@@ -221,7 +223,7 @@ def _row(call: RaggedAttention, wide: dict[str, Tensor], o: AttentionOperands, a
 def _padded(
     call: RaggedAttention, q: Tensor, k: Tensor, v: Tensor, row: Tensor, place: Tensor, extra: dict[str, Tensor | None]
 ) -> Tensor:
-    """As a model without the kernel runs it."""
+    """Compute attention on padded rows, as a model without the kernel does."""
 
     def dense(t: Tensor) -> Tensor:
         return t.new_zeros(call.rows, call.length, *t.shape[1:]).index_put((row, place), t)

@@ -1,8 +1,10 @@
-"""The benchmark's view of beam_attention: M requests of K beams over a context of N tokens.
+"""Benchmark adapter of beam_attention: requests of several beams over a context (shape requests x beams x context).
 
-A variant is `HEADS/GROUPSxD`, e.g. `11/11x128`; options: `shared` (values are the keys), `ragged` (requests of different lengths).
+A variant is `HEADS/GROUPSxD`, e.g. `11/11x128`. Options: `shared` (values are the keys), `ragged` (requests of
+different lengths), and a dtype.
 
-Judged against softmax attention in float64: the weights are rounded to 16 bits before they multiply the values, and the result once more.
+Compared with softmax attention in float64. The tolerance allows for weights that are rounded to 16-bit before they
+multiply the values, and for the rounding of the result.
 """
 
 import math
@@ -24,7 +26,7 @@ _SLICE = 1 << 27  # elements of float64 scores at a time
 
 @dataclass(frozen=True)
 class RaggedCall(BeamAttentionCall):
-    """A call, and whether its requests differ in length."""
+    """A call with the options of its variant."""
 
     ragged: bool = False
 
@@ -34,7 +36,7 @@ class RaggedCall(BeamAttentionCall):
 
 @dataclass(frozen=True)
 class BeamOperands:
-    """Queries, keys, values (the keys themselves where shared) and lengths."""
+    """Queries, keys, values (the same tensor as the keys if shared) and lengths."""
 
     q: Tensor
     k: Tensor
@@ -43,14 +45,14 @@ class BeamOperands:
 
 
 class BeamAttention(Op[RaggedCall]):
-    """q [R, B, H, D] over k, v [R, S, G, D]."""
+    """Attention of q [R, B, H, D] over k, v [R, S, G, D]."""
 
     op = "beam_attention"
     DIMENSIONS = ("requests", "beams", "context=length")
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
 
     def parse(self, shape: Shape, variant: str) -> RaggedCall:
-        """Requests, beams and context under `HEADS/GROUPSxD`."""
+        """See `Op.parse`: requests, beams, context and `HEADS/GROUPSxD`."""
         match, options, dtype = read_variant(
             variant, r"(\d+)/(\d+)x(\d+)", ("shared", "ragged"), f"HEADS/GROUPSxD[|shared][|ragged][|dtype]; e.g. {self.VARIANTS[0]}"
         )  # fmt: skip
@@ -63,7 +65,7 @@ class BeamAttention(Op[RaggedCall]):
         return spell_variant(f"{call.heads}/{call.groups}x{call.d}", call, ("shared", "ragged"))
 
     def operands(self, call: RaggedCall, *, seed: int, distribution: str, device: torch.device) -> BeamOperands:
-        """Keys and values of the distribution, normal queries; ragged lengths run from a third to all of the context."""
+        """Draw keys from the distribution, the rest normal; ragged lengths from a third to all of the context."""
 
         def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
             return inputs.draw(rows, call.d, distribution=kind, seed=3 * seed + part, device=device, dtype=call.dtype)
@@ -80,12 +82,12 @@ class BeamAttention(Op[RaggedCall]):
         return BeamOperands(q, k, v, lengths)
 
     def thunk(self, backend: Backend, call: RaggedCall, operands: BeamOperands) -> Thunk:
-        """The attention."""
+        """See `Op.thunk`."""
         o = operands
         return lambda: backend.run(o.q, o.k, o.v, o.lengths, scale=o.q.shape[3] ** -0.5)
 
     def check(self, backend: Backend, call: RaggedCall, operands: BeamOperands) -> Conformance:
-        """Against float64, plain and with poisoned allocations."""
+        """Check against float64, plain and with poisoned allocations."""
         return self._judge(self.thunk(backend, call, operands), call, operands, poison=True)
 
     def _judge(self, run: Thunk, call: RaggedCall, operands: BeamOperands, *, poison: bool) -> Conformance:
@@ -96,7 +98,7 @@ class BeamAttention(Op[RaggedCall]):
         return conformance.judge_runs(lambda: run().reshape(-1, d), law, allowed, dtype, poison=poison)
 
     def _law(self, o: BeamOperands) -> Law:
-        """float64, a few queries at a time: all scores together would not fit."""
+        """Compute in float64, a few queries at a time to limit memory."""
         requests, beams, heads, d = o.q.shape
         share = heads // o.k.shape[2]
         y, terms = (torch.empty(o.q.shape, dtype=torch.float64, device=o.q.device) for _ in range(2))
@@ -112,23 +114,23 @@ class BeamAttention(Op[RaggedCall]):
         return Law(y.view(-1, d), (terms + y.square()).sqrt().view(-1, d))
 
     def baseline(self, call: RaggedCall, operands: BeamOperands) -> Thunk:
-        """torch's attention over the whole context, without a mask: its fastest kernel, which ignores that lengths differ."""
+        """Return torch's attention over the whole context. Lengths are ignored: torch is fastest without a mask."""
         q, k, v = (t.transpose(1, 2) for t in (operands.q, operands.k, operands.v))
         grouped = call.heads != call.groups
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
 
     def check_baseline(self, call: RaggedCall, operands: BeamOperands) -> Conformance:
-        """Against the law of full lengths."""
+        """Check against the exact result for full lengths."""
         full = torch.full_like(operands.lengths, call.length)
         whole = BeamOperands(operands.q, operands.k, operands.v, full)
         return self._judge(self.baseline(call, whole), call, whole, poison=False)
 
     def bytes_moved(self, call: RaggedCall) -> int:
-        """Queries in, results out, the context once."""
+        """Count queries, results, and the context once."""
         context = call.requests * call.length * call.groups * call.d * (1 if call.shared else 2)
         return (2 * call.requests * call.beams * call.heads * call.d + context) * call.dtype.itemsize
 
     def flops(self, call: RaggedCall) -> int:
-        """Two products; ragged requests do fewer."""
+        """Count two products over the full context, also for ragged requests."""
         return 4 * call.requests * call.beams * call.heads * call.length * call.d

@@ -1,12 +1,13 @@
-"""The kernel benchmark: walk the registry, prove each backend right, time the green ones together, write everything down.
+"""The kernel benchmark: check every backend of the registry, time the correct ones together, and record everything.
 
-    1. every backend is asked whether it supports each call; a no is a row with its reason
-    2. every yes is checked against the law on several distributions, in a child process per backend where asked: a crash is a row too
-    3. what is green is timed together with bf16 on the same operands (checked once more in the process that times it)
-    4. rows, the measured ceilings and the environment become one KernelBench record
+    1. ask every backend whether it supports each call; a refusal is a row with its reason
+    2. check it against the exact result on several distributions, optionally in one child process per backend; a crash
+       is a row too
+    3. time all correct backends together with bf16 on the same operands (checked once more in the timing process)
+    4. write rows, measured peak rates and the environment to one KernelBench record
 
-`table` prints, per call, bf16, every backend and the roofline: the larger of bytes / copy bandwidth and FLOPs / FP8 rate, both measured in the same run.
-Slower results are rows like any other.
+`table` prints for every call the times of bf16 and all backends, and the roofline: the larger of bytes / copy bandwidth
+and FLOPs / FP8 rate, both measured in the same run. Results slower than bf16 are kept.
 """
 
 import math
@@ -34,12 +35,12 @@ from loka.records.performance import KernelBench, KernelRow, Peaks
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to measure, where, and how long it may take."""
+    """What to measure, on which device, and for how long."""
 
     op: str = "scaled_mm"
     shapes: Sequence[Shape] = ((2048, 1024, 1024), (8192, 1024, 1024), (8192, 4096, 4096))
-    variants: Sequence[str] | None = None  # None: the adapter's own
-    backends: Sequence[str] | None = None  # None: all of the registry but the reference, which is emulation
+    variants: Sequence[str] | None = None  # None: the adapter's defaults
+    backends: Sequence[str] | None = None  # None: all of the registry except the reference, which is emulation
     device: str = "cuda"
     repeats: int = DEFAULT_REPEATS
     isolate: bool = True
@@ -65,7 +66,7 @@ class BenchConfig:
 
 
 def run(config: BenchConfig, *, command: str | None = None, ceilings: Peaks | None = None) -> KernelBench:
-    """Measure and record; `ceilings` where the same run has measured them already."""
+    """Run the benchmark and return its record. `ceilings` avoids measuring the peak rates again."""
     end = time.monotonic() + config.seconds
     adapter = adapter_for(config.op)
     variants = config.variants or adapter.VARIANTS
@@ -77,7 +78,7 @@ def run(config: BenchConfig, *, command: str | None = None, ceilings: Peaks | No
     rows = [
         row
         for call, outcomes, timing in zip(calls, by_call, timed, strict=True)
-        for row in _rows(adapter, call, outcomes, timing, ceilings)
+        for row in _make_rows(adapter, call, outcomes, timing, ceilings)
     ]
     methods = {outcome.value["method"] for outcome in timed if outcome.ok} - {None}
     return KernelBench(
@@ -101,7 +102,7 @@ def _notes(config: BenchConfig) -> list[str]:
 def check_calls(
     config: BenchConfig, adapter: Op[Any], calls: Sequence[Any], *, seconds: float
 ) -> dict[str, list[Outcome]]:
-    """Conformance of every backend on every call, per backend in the order of the calls."""
+    """Check every backend on every call. Returns the outcomes by backend, in the order of the calls."""
 
     def cases(name: str) -> list[dict[str, Any]]:
         common = {
@@ -113,8 +114,8 @@ def check_calls(
         return [{**common, "call": adapter.encode(call)} for call in calls]
 
     if not config.isolate:
-        return {name: [_here(check_case, case) for case in cases(name)] for name in config.names}
-    # children overlap their start and compile times
+        return {name: [_run_here(check_case, case) for case in cases(name)] for name in config.names}
+    # in parallel, so that the children's start and compile times overlap
     with ThreadPoolExecutor(max_workers=max(1, len(config.names))) as pool:
         running = {
             name: pool.submit(map_isolated, "loka.measure.bench:check_case", cases(name), timeout=seconds)
@@ -123,7 +124,7 @@ def check_calls(
         return {name: future.result() for name, future in running.items()}
 
 
-def _here(function: Callable[..., Any], case: dict[str, Any]) -> Outcome:
+def _run_here(function: Callable[..., Any], case: dict[str, Any]) -> Outcome:
     try:
         return Outcome(function(**case))
     except Exception as error:  # a failing backend is a row of the table, not the end of it
@@ -133,7 +134,7 @@ def _here(function: Callable[..., Any], case: dict[str, Any]) -> Outcome:
 def check_case(
     op: str, backend: str, call: dict[str, Any], distributions: Sequence[str], device: str
 ) -> dict[str, Any]:
-    """One backend on one call: {"supported": False, "reason"} or the worst conformance over the distributions and in the gate."""
+    """Check one backend on one call, on every distribution and in the gate. Returns the worst result as JSON values."""
     adapter, target = adapter_for(op), torch.device(device)
     kernel, described = registry.backend(op, backend), adapter.decode(call)
     verdict = kernel.supports(described, target)
@@ -166,7 +167,7 @@ def time_calls(
     *,
     seconds: float,
 ) -> list[Outcome]:
-    """Time what is green of every call, one call after the other, alone on the device."""
+    """Time the backends that passed, one call after the other, alone on the device."""
     cases: list[dict[str, Any]] = [
         {
             "op": config.op,
@@ -179,11 +180,13 @@ def time_calls(
     ]
     if config.isolate:
         return map_isolated("loka.measure.bench:time_case", cases, timeout=max(seconds, 0.1))
-    return [_here(time_case, case) for case in cases]
+    return [_run_here(time_case, case) for case in cases]
 
 
-def _rows(adapter: Op[Any], call: Any, checked: dict[str, Outcome], timed: Outcome, ceilings: Peaks) -> list[KernelRow]:
-    """The rows of one call: bf16 first, then every backend in the order asked for."""
+def _make_rows(
+    adapter: Op[Any], call: Any, checked: dict[str, Outcome], timed: Outcome, ceilings: Peaks
+) -> list[KernelRow]:
+    """Make the rows of one call: bf16 first, then every backend in the requested order."""
     floor = roofline_microseconds(adapter, call, ceilings)
     common: dict[str, Any] = {"op": adapter.op, "call": str(call), "shape": adapter.shape(call)}
     rows = []
@@ -210,11 +213,11 @@ def _rows(adapter: Op[Any], call: Any, checked: dict[str, Outcome], timed: Outco
 
 
 def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: str, repeats: int) -> dict[str, Any]:
-    """Time bf16 and green backends together on one call; a backend that turns out red or cannot be captured gets a refusal."""
+    """Time bf16 and backends together on one call. A backend that is wrong or cannot be captured gets a refusal."""
     adapter, target = adapter_for(op), torch.device(device)
     described = adapter.decode(call)
     if target.type == "cuda":
-        torch.compiler.reset()  # baselines are compiled for this shape: those of other calls must not count towards torch's limit
+        torch.compiler.reset()  # baselines of other shapes must not count towards torch's recompilation limit
     count = sets_needed(adapter.bytes_moved(described), target)
     sets = [adapter.operands(described, seed=s, distribution="normal", device=target) for s in range(count)]
     thunks = [adapter.baseline(described, operands) for operands in sets]
@@ -234,7 +237,7 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
             candidates.append(Contender(name, rival, result))
         else:
             answers[name] = {"refusal": f"wrong: {result.reason}"}
-    timings, refused = _captured(candidates, target, repeats)
+    timings, refused = _time_capturable(candidates, target, repeats)
     answers.update({name: {"refusal": reason} for name, reason in refused.items()})
     base = next((t for t in timings if t.name == BASELINE), None)
     for timing in timings:
@@ -248,8 +251,10 @@ def _timing_fields(timing: Timing, base: Timing | None) -> dict[str, Any]:
     return {"microseconds": asdict(timing.microseconds()), "speedup": speedup, "sets": timing.sets}
 
 
-def _captured(candidates: list[Contender], device: torch.device, repeats: int) -> tuple[list[Timing], dict[str, str]]:
-    """Time what can be captured; leave out, with the reason, what cannot."""
+def _time_capturable(
+    candidates: list[Contender], device: torch.device, repeats: int
+) -> tuple[list[Timing], dict[str, str]]:
+    """Time the candidates that can be captured in a CUDA graph; return the reasons for the others."""
     refused: dict[str, str] = {}
     while candidates:
         try:
@@ -262,7 +267,7 @@ def _captured(candidates: list[Contender], device: torch.device, repeats: int) -
 
 
 def roofline_microseconds(adapter: Op[Any], call: Any, ceilings: Peaks) -> float | None:
-    """The floor: no kernel does this call much faster on this machine. None for a GEMM where there is no FP8 unit to measure."""
+    """Return a lower bound on a call's time on this machine; None for a GEMM if the FP8 rate was not measured."""
     moving = adapter.bytes_moved(call) / ceilings.copy_bytes_per_second
     operations = adapter.flops(call)
     if operations and ceilings.fp8_flops is None:
@@ -271,7 +276,7 @@ def roofline_microseconds(adapter: Op[Any], call: Any, ceilings: Peaks) -> float
 
 
 def table(record: KernelBench) -> str:
-    """The record as text: one line per call, then the refusals."""
+    """Format a record as text: one line per call, then the refusals."""
     backends = list(dict.fromkeys(row.backend for row in record.rows if row.backend != BASELINE))
     lines = [
         "  ".join([f"{'call':<58}", f"{'bf16 us':>9}", *(f"{name:>18}" for name in backends), f"{'roofline us':>11}"])
@@ -281,18 +286,22 @@ def table(record: KernelBench) -> str:
         by_call.setdefault(row.call, {})[row.backend] = row
     for call, rows in by_call.items():
         base = rows.get(BASELINE)
-        cells = [f"{call:<58}", f"{_us(base):>9}", *(f"{_cell(rows.get(name)):>18}" for name in backends)]
+        cells = [
+            f"{call:<58}",
+            f"{_format_time(base):>9}",
+            *(f"{_format_cell(rows.get(name)):>18}" for name in backends),
+        ]
         floor = next((row.roofline_microseconds for row in rows.values() if row.roofline_microseconds), None)
         lines.append("  ".join([*cells, f"{floor:>11.1f}" if floor else f"{'-':>11}"]))
     refusals = dict.fromkeys(f"{row.backend}: {row.refusal}" for row in record.rows if row.refusal)
     return "\n".join([*lines, "", *(refusals or ["no refusals"])])
 
 
-def _us(row: KernelRow | None) -> str:
+def _format_time(row: KernelRow | None) -> str:
     return f"{row.microseconds.value:.2f}" if row and row.microseconds else "-"
 
 
-def _cell(row: KernelRow | None) -> str:
+def _format_cell(row: KernelRow | None) -> str:
     if row is None or row.microseconds is None:
         return "-"
     return f"{row.microseconds.value:.2f}" + (f" ({row.speedup.value:.2f}x)" if row.speedup else "")

@@ -1,17 +1,20 @@
-"""Is a product the exact one, added up in hardware and rounded once? Every element of it, at any size.
+"""Check every element of a product of any size: it must be the exact one, up to hardware accumulation and one rounding.
 
     y = sum_k (a_k s_a)(b_k s_b)                 in float64
-    T = sqrt( sum_k (a_k b_k)^2 + y^2 )          the size that errors of adding are measured in (`conformance`); subnormals count as the smallest normal
+    T = sqrt( sum_k (a_k b_k)^2 + y^2 )          the size that accumulation errors are relative to (`conformance`);
+                                                 subnormals count as the smallest normal
     e = max(0, |out - y| - ulp(out) / 2) / T     what rounding the result once does not explain
 
-e is what the accumulation lost, a random number of about `conformance.accumulation_error` at most, whatever the output type: taking half an ulp off leaves
-nothing of the rounding to average over, so results that repeat (duplicate rows, sums of signs) have no luck to run out of.
+e is the accumulation error, at most about `conformance.accumulation_error`, whatever the output type. Subtracting half
+an ulp removes output rounding altogether instead of averaging it out, which also works for results that repeat
+(duplicate rows, sums of signs).
 
-An error may sit anywhere, so root mean squares are taken over everything a kernel works in: all elements, each row, each column, strips of 64 along both,
-tiles of 8 x 8 and of 64 x 64. Each is allowed 1 + 5 / sqrt(n) times the bound, n elements of it; a single element 8 times. The worst
-counts. A bad row, column, tile or element cannot hide among good ones, nor a small row among large ones, since e is relative element by element.
+An error may be anywhere, so root mean squares are taken over every unit that a kernel works in: all elements, each row,
+each column, strips of 64 along both, tiles of 8 x 8 and of 64 x 64. A group of n elements is allowed 1 + 5 / sqrt(n)
+times the bound, a single element 8 times; the worst counts. A bad row, column, tile or element cannot hide among good
+ones, nor a small row among large ones, since e is relative for each element.
 
-Results of any size are compared in slabs of rows, so that float64 copies of them need little memory.
+Results are compared in slabs of rows, to limit the memory for float64 copies.
 """
 
 import math
@@ -32,32 +35,32 @@ STRIP, TILE = 64, 8
 
 @dataclass(frozen=True)
 class Exact:
-    """Some rows of the exact product, and the size of its terms."""
+    """Some rows of the exact product, and the size that their errors are relative to."""
 
     y: Tensor  # float64
     size: Tensor  # float32, T above
 
 
 class Product:
-    """The exact product of two quantised operands, some rows at a time; kept where it is small.
+    """The exact product of two quantized operands, computed in slabs of rows.
 
     Args:
         a, b: the operands, [M, K] and [N, K].
-        keep: whether to keep what was computed for the next comparison.
+        keep: whether to cache the slabs for the next comparison.
     """
 
     def __init__(self, a: QTensor, b: QTensor, *, keep: bool) -> None:
         self.a, self.b, self._keep = a, b, keep
-        self._right = _normalised(b, 0, b.shape[0])
+        self._right = _normalize_rows(b, 0, b.shape[0])
         self._kept: dict[int, Exact] = {}
 
     @property
     def shape(self) -> tuple[int, int]:
-        """M, N."""
+        """(M, N)."""
         return self.a.shape[0], self.b.shape[0]
 
     def slabs(self) -> Iterator[tuple[int, Exact]]:
-        """(first row, exact rows), from top to bottom."""
+        """Yield (first row, exact rows) from top to bottom."""
         rows, columns = self.shape
         height = max(STRIP, SLAB // max(columns, 1) // STRIP * STRIP)
         for start in range(0, rows, height):
@@ -69,7 +72,7 @@ class Product:
             yield start, known
 
     def _compute(self, start: int, stop: int) -> Exact:
-        left, left_sizes, rows = _normalised(self.a, start, stop)
+        left, left_sizes, rows = _normalize_rows(self.a, start, stop)
         right, right_sizes, columns = self._right
         y = (left @ right.T).mul_(rows).mul_(columns.T)
         squares = (left_sizes.square() @ right_sizes.square().T).double()
@@ -78,7 +81,7 @@ class Product:
 
 
 def _rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Elements and expanded scales of some rows, float64."""
+    """Return the elements and expanded scales of some rows in float64."""
     elements = decode_elements(q.data[start:stop], q.spec.format).double()
     scale = q.scale.double() if q.tensor_scale is None else q.scale.double() * q.tensor_scale.double()
     if q.spec.block.rows == 1:
@@ -87,8 +90,11 @@ def _rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     return elements, expanded[start:stop] if expanded.dim() == 2 and expanded.shape[0] == q.shape[0] else expanded
 
 
-def _normalised(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Some rows over their largest element, their nominal sizes likewise, and that element: squares of what is far from 1 do not fit into float32."""
+def _normalize_rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return some rows and their nominal sizes divided by the rows' largest values, and those values.
+
+    Without this, squares would leave the range of float32.
+    """
     elements, scale = _rows(q, start, stop)
     values = elements * scale
     largest = (
@@ -107,12 +113,12 @@ def compare_product(
     Args:
         out: the result [M, N].
         exact: the operands' exact product.
-        allowed: what adding up may lose, as a share of T (`conformance.accumulation_error`).
-        dtype: the type the result must have.
-        alike: most rows are equal, and so are their errors: only single elements are looked at.
+        allowed: bound on the accumulation error, as a share of T (`conformance.accumulation_error`).
+        dtype: the type that the result must have.
+        alike: most rows are equal, and so are their errors: only single elements are checked.
 
     Returns:
-        The verdict; `error` is the worst look over its allowance, comparable with `tolerance`.
+        The verdict; `error` is the worst error over its allowance, comparable with `tolerance`.
     """
     if tuple(out.shape) != exact.shape or out.dtype != dtype:
         seen, wanted = f"{tuple(out.shape)} {out.dtype}", f"{exact.shape} {dtype}"
@@ -131,7 +137,7 @@ def compare_product(
         for value, place in _looks(squares, start, alike):
             worst, where = max((worst, where), (value, place))
     if not alike:
-        for value, place in _columns(columns, out.shape[0]):
+        for value, place in _check_columns(columns, out.shape[0]):
             worst, where = max((worst, where), (value, place))
     if worst <= allowed:
         return Conformance(True, worst, allowed)
@@ -139,10 +145,10 @@ def compare_product(
 
 
 def _unexplained(out: Tensor, exact: Exact) -> Tensor:
-    """e above, float32; 0 where the law is not finite or overflows."""
+    """Return e (see the module docstring) in float32; 0 where the exact or the actual result is not finite."""
     error = (out.double() - exact.y).abs_()
     wide = out.float()
-    binade = (wide.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 |out|), 0 for what is below
+    binade = (wide.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 |out|), 0 for subnormals
     step = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
     error = (error - (binade.double() * (ULP[out.dtype] / 2)).clamp_(min=step)).clamp_(min=0.0)
     size = exact.size
@@ -152,10 +158,10 @@ def _unexplained(out: Tensor, exact: Exact) -> Tensor:
 
 
 def _find_misplaced(out: Tensor, exact: Exact, allowed: float, start: int) -> str | None:
-    """Where NaN or infinity is not what the law says, as a sentence."""
+    """Describe where NaN or infinity differs from the exact result, or return None."""
     y, limit = exact.y, torch.finfo(out.dtype).max
     finite = out.isfinite()
-    largest = float(y.abs().amax())  # NaN where the law has one
+    largest = float(y.abs().amax())  # NaN if y contains one
     if largest < limit / 2 and bool(finite.all()):
         return None
     room = ELEMENT_ALLOWANCE * allowed * exact.size.double() + ULP[out.dtype] * y.abs()
@@ -168,13 +174,13 @@ def _find_misplaced(out: Tensor, exact: Exact, allowed: float, start: int) -> st
     ):
         if wrong.any():
             row, column = (int(i) for i in wrong.nonzero()[0])
-            seen = f"{float(out[row, column])}, law {float(y[row, column])}"
+            seen = f"{float(out[row, column])}, expected {float(y[row, column])}"
             return f"{int(wrong.sum())} elements {what}, first at [{start + row}, {column}]: {seen}"
     return None
 
 
 def _looks(squares: Tensor, start: int, alike: bool) -> Iterator[tuple[float, str]]:
-    """The worst root mean square of each kind, over its allowance, and where it is."""
+    """Yield the worst root mean square of each kind over its allowance, and its place."""
     index = int(squares.argmax())
     row, column = index // squares.shape[1], index % squares.shape[1]
     element = math.sqrt(float(squares[row, column])) / ELEMENT_ALLOWANCE
@@ -184,27 +190,27 @@ def _looks(squares: Tensor, start: int, alike: bool) -> Iterator[tuple[float, st
     width, height = squares.shape[1], squares.shape[0]
     means = squares.mean(dim=1, dtype=torch.float64).sqrt() / _allowance(width)
     yield float(means.amax()), f"row {start + int(means.argmax())}"
-    yield _worst(_pool(squares, 1, STRIP), (height, width), (1, STRIP), start)
-    yield _worst(_pool(squares, STRIP, 1), (height, width), (STRIP, 1), start)
+    yield _find_worst_block(_pool(squares, 1, STRIP), (height, width), (1, STRIP), start)
+    yield _find_worst_block(_pool(squares, STRIP, 1), (height, width), (STRIP, 1), start)
     tiles = _pool(squares, TILE, TILE)
-    yield _worst(tiles, (height, width), (TILE, TILE), start)
-    yield _worst(_pool(tiles, STRIP // TILE, STRIP // TILE), (height, width), (STRIP, STRIP), start)
+    yield _find_worst_block(tiles, (height, width), (TILE, TILE), start)
+    yield _find_worst_block(_pool(tiles, STRIP // TILE, STRIP // TILE), (height, width), (STRIP, STRIP), start)
 
 
-def _columns(sums: Tensor, rows: int) -> Iterator[tuple[float, str]]:
+def _check_columns(sums: Tensor, rows: int) -> Iterator[tuple[float, str]]:
     means = (sums / rows).sqrt()
     yield float(means.amax()) / _allowance(rows), f"column {int(means.argmax())}"
     yield float((sums.mean() / rows).sqrt()) / _allowance(rows * len(sums)), "the whole result"
 
 
 def _pool(sums: Tensor, high: int, wide: int) -> Tensor:
-    """Sums over blocks; ragged ones hold what there is."""
+    """Sum over blocks; blocks at the edges may be smaller."""
     rows, columns = sums.shape
     padded = F.pad(sums, (0, -columns % wide, 0, -rows % high)) if rows % high or columns % wide else sums
     return padded.reshape(-(-rows // high), high, -(-columns // wide), wide).sum(dim=(1, 3))
 
 
-def _worst(sums: Tensor, shape: tuple[int, int], block: tuple[int, int], start: int) -> tuple[float, str]:
+def _find_worst_block(sums: Tensor, shape: tuple[int, int], block: tuple[int, int], start: int) -> tuple[float, str]:
     rows, columns = (
         torch.full((n,), float(extent), device=sums.device) for n, extent in zip(sums.shape, block, strict=True)
     )

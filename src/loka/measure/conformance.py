@@ -1,10 +1,12 @@
-"""Conformance: is a kernel the function it claims to be?
+"""Conformance: check that a kernel computes what it claims to.
 
-Accuracy of a format and correctness of a kernel are different questions. Here the kernel is compared with the law *of the same Spec on the same
-quantised operands*, so quantisation error cancels and what is left is rounding, which can be bounded tightly:
+Accuracy of a format and correctness of a kernel are different questions. Here a kernel is compared with the exact
+result (`Law`) *for the same Spec and the same quantized operands*, so quantization error cancels. What is left is
+rounding, which can be bounded tightly:
 
-    y = sum_k (a_k s_a)(b_k s_b)          the law, evaluated in float64
-    T = sqrt( sum_k (a_k b_k)^2 + y^2 )   the size rounding errors are measured in; a cancelling sum has y << T, its errors do not shrink
+    y = sum_k (a_k s_a)(b_k s_b)          the exact result, in float64
+    T = sqrt( sum_k (a_k b_k)^2 + y^2 )   the size that rounding errors are relative to: if terms cancel, y << T, but
+                                          errors do not shrink
 
     tolerance^2 = output^2 + accumulation^2
 
@@ -12,25 +14,25 @@ quantised operands*, so quantisation error cancels and what is left is rounding,
     accumulation  1.5 * 2^-13 * sqrt(chunk / 32)     FP8 tensor cores
                   4 * 2^-24 * sqrt(K)                float32 adds
 
-Where 2^-13 comes from: Hopper's FP8 tensor cores align the 32 products of an instruction and the running sum to the largest of them and keep
-about 14 bits, so each instruction truncates at 2^-13 of the largest term; K / 32 truncations of random sign add up as a square root. With
-`fast_accum` the sum stays in the tensor core for all of K (chunk = K); without it, and for every scale block of 128, it is moved to a float32
-register every 128 products (chunk = 128). The factor 1.5 covers an emulation of exactly that (tests/measure) on every distribution of
-`inputs`, where 0.5 to 1.3 was seen. It does not cover products of one sign: there the truncations add up linearly, and fast accumulation over
-K = 8192 is off by 15 %. That is an error of fast accumulation, for Probe to weigh, not a defect of a kernel, so the gate's inputs are zero-mean.
+Where 2^-13 comes from: Hopper's FP8 tensor cores align the 32 products of an instruction and the running sum to the
+largest of them and keep about 14 bits, so each instruction truncates at 2^-13 of the largest term; K / 32 truncations
+of random sign add up as a square root. With `fast_accum` the sum stays in the tensor core for all of K (chunk = K);
+without it, and for every scale block of 128, it is moved to a float32 register every 128 products (chunk = 128). The
+factor 1.5 covers an emulation of exactly that (tests/measure) on every distribution of `inputs`, where 0.5 to 1.3 was
+seen. It does not cover products of one sign: there the truncations add up linearly, and fast accumulation over K = 8192
+is off by 15 %. That is an error of fast accumulation, which Probe measures, not a defect of a kernel, so the gate's
+inputs are zero-mean.
 
-Four looks, because each hides what another shows; each error is divided by its allowance and the worst is reported, comparable with `tolerance`:
+Errors are taken in four ways, since each hides what another shows. Each is divided by its allowance, and the worst is
+reported and compared with the tolerance:
 
-    all elements     ||out - y|| / ||T||, allowance 1 + 5 / sqrt(n), n the number of elements that carry the norm
-    each row, column the same: a wrong scale on one row drowns in the whole
-    each element     |out - y| / T, allowance 8: one garbage element drowns in its row
+    all elements     ||out - y|| / ||T||, allowance 1 + 5 / sqrt(n), n the effective number of elements in the norm
+    each row, column the same: a wrong scale on one row is invisible in the whole
+    each element     |out - y| / T, allowance 8: one garbage element is invisible in its row
 
-A backend that prepares weights must give the same bits with a prepared weight as without: layout is no arithmetic.
-
-NaN must be where the law has it and nowhere else; an output beyond the type's range must be infinite. The kernel runs twice, the second time
-with torch filling every fresh allocation with NaN, so an element it never wrote cannot pass by luck.
-
-Not here: whether FP8 is good enough for a layer (loka.probe), speed (`timing`).
+A prepared weight must give the same bits as a plain one, since preparation only changes the layout. NaN must be exactly
+where the exact result has it, and an output beyond the type's range must be infinite. The kernel runs twice, the second
+time with torch filling every new allocation with NaN, so that an element it never wrote cannot pass by luck.
 """
 
 import math
@@ -47,23 +49,23 @@ from loka.kernels.backend import Backend
 from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
 
-TRUNCATION = 1.5 * 2.0**-13  # of an FP8 tensor core instruction of 32 products, with its margin
+TRUNCATION = 1.5 * 2.0**-13  # by an FP8 tensor core instruction of 32 products, margin included
 PROMOTION = 128  # products between moves of the sum to float32
 ELEMENT_ALLOWANCE = 8.0
-CHANCE = 6.0  # standard errors: one correct kernel in 500 million is beyond them
+CHANCE = 6.0  # standard errors: one correct kernel in 500 million exceeds them
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
 
 
 @dataclass(frozen=True)
 class Conformance:
-    """The verdict on one kernel for one call; true where it is right.
+    """The result of checking one kernel on one call. True if the kernel is correct.
 
     Args:
-        ok: whether.
-        error: worst of the looks over its allowance; infinite where NaN or infinity is out of place.
-        tolerance: that the error is compared with.
-        reason: of a no.
-        raised: it ended in an exception, so there is no result to be wrong.
+        ok: whether the kernel is correct.
+        error: worst error over its allowance; infinite if NaN or infinity is misplaced.
+        tolerance: the bound on the error.
+        reason: why it failed.
+        raised: whether the kernel raised an exception, so that there is no result to judge.
 
     Example:
         >>> bool(Conformance(False, 0.3, 0.1, "row 7 is off"))
@@ -71,27 +73,27 @@ class Conformance:
     """
 
     ok: bool
-    error: float  # worst of the four looks over its allowance; inf where NaN or infinity is out of place
+    error: float
     tolerance: float
     reason: str = ""
-    raised: bool = False  # it ended in an exception, so there is no result to be wrong
+    raised: bool = False
 
     def __post_init__(self) -> None:
         if not self.ok and not self.reason:
-            raise ValueError("a red conformance needs a reason")
+            raise ValueError("a failed conformance needs a reason")
 
     def __bool__(self) -> bool:
         return self.ok
 
 
 def tolerance(call: MatmulCall) -> float:
-    """How far a correct kernel may be from the law, as a share of T."""
+    """Return how far a correct kernel may be from the exact result, as a share of T."""
     output = ULP[call.out_dtype] / math.sqrt(12)
     return math.hypot(output, accumulation_error(call))
 
 
 def accumulation_error(call: MatmulCall) -> float:
-    """The share of T that adding K products in hardware may lose."""
+    """Return the share of T that may be lost by adding K products in hardware."""
     in_float32 = 4 * 2.0**-24 * math.sqrt(max(call.k, 1))
     if not {call.a.format, call.b.format} & {E4M3, E5M2}:
         return in_float32
@@ -102,14 +104,14 @@ def accumulation_error(call: MatmulCall) -> float:
 
 @dataclass(frozen=True)
 class Law:
-    """The exact result and the size of its terms."""
+    """The exact result, and the size that its rounding errors are relative to."""
 
     y: Tensor  # float64
     terms: Tensor  # float64, T above
 
 
 def law(a: QTensor, b: QTensor) -> Law:
-    """scaled_mm in float64: products of 8-bit values and sums of a few thousand of them are exact or nearly so."""
+    """Compute scaled_mm in float64, where sums of a few thousand products of 8-bit values are (nearly) exact."""
     left, right = _exact(a), _exact(b)
     y = left @ right.T
     sizes = [_exact(q, nominal=True).square() for q in (a, b)]
@@ -117,28 +119,28 @@ def law(a: QTensor, b: QTensor) -> Law:
 
 
 def law_of_values(left: Tensor, right: Tensor) -> Law:
-    """left [M, K] @ right [N, K]^T for plain values, e.g. the 16-bit baseline."""
+    """Compute left [M, K] @ right [N, K]^T in float64 for unquantized values, e.g. of the 16-bit baseline."""
     left, right = left.double(), right.double()
     y = left @ right.T
     return Law(y, (left.square() @ right.square().T + y.square()).sqrt())
 
 
 def nominal_size(elements: Tensor, format: Format) -> Tensor:
-    """How large hardware takes elements for when it aligns a sum: a subnormal has the exponent of the smallest normal, so bits of what is added to it are cut off 8 times as early.
+    """Return the magnitudes that hardware assumes when it aligns a sum.
+
+    A subnormal has the exponent of the smallest normal, so bits of what is added to it are cut off up to 8 times as
+    early. Zeros stay zero.
 
     Args:
-        elements: decoded, without their scales.
-        format: theirs.
-
-    Returns:
-        Magnitudes; a zero takes part in no sum and stays zero.
+        elements: decoded elements, without their scales.
+        format: their format.
     """
     size = elements.abs()
     return torch.where(size > 0, size.clamp(min=format.smallest_normal), size)
 
 
 def baseline_tolerance(dtype: torch.dtype, k: int) -> float:
-    """For a 16-bit GEMM: float32 sums, and room for a split along K whose partial sums are rounded to 16 bits once more."""
+    """Return the tolerance of a 16-bit GEMM: float32 sums, and one more 16-bit rounding of partial sums (split-K)."""
     return math.hypot(2 * ULP[dtype] / math.sqrt(12), 4 * 2.0**-24 * math.sqrt(max(k, 1)))
 
 
@@ -150,17 +152,17 @@ def _exact(q: QTensor, *, nominal: bool = False) -> Tensor:
 
 
 def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, *, poison: bool = True) -> Conformance:
-    """Run a backend of scaled_mm on its operands and judge the result; then the same with the weight prepared.
+    """Check a backend of scaled_mm on given operands, with the weight plain and prepared.
 
     Args:
-        backend: anybody's.
-        call: what the operands are.
+        backend: the backend.
+        call: description of the operands.
         a: the left operand.
         b: the weight.
-        poison: also with uninitialised memory filled with NaN.
+        poison: also run with new allocations filled with NaN.
 
     Returns:
-        Whether it is right, the error, what was allowed, and the reason.
+        The result of the check.
 
     Example:
         >>> bool(check_scaled_mm(registry.backend("scaled_mm", "reference"), call, a, b))
@@ -180,7 +182,7 @@ def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, 
 
 
 def same_bits(prepared: Tensor, plain: Tensor, verdict: Conformance) -> Conformance:
-    """The verdict, unless a prepared weight changed the result."""
+    """Return the verdict, or a failure if a prepared weight changed the result."""
     if prepared.shape != plain.shape:
         reason = f"a prepared weight gives {tuple(prepared.shape)}, the plain one {tuple(plain.shape)}"
         return Conformance(False, math.inf, verdict.tolerance, reason)
@@ -196,7 +198,7 @@ def same_bits(prepared: Tensor, plain: Tensor, verdict: Conformance) -> Conforma
 def judge_runs(
     run: Callable[[], Tensor], expected: Law, allowed: float, dtype: torch.dtype, *, poison: bool = True
 ) -> Conformance:
-    """Judge a plain run and, where asked, one with poisoned allocations; the worse one counts."""
+    """Judge a plain run and, with `poison`, one with poisoned allocations; return the worse verdict."""
     verdicts = [judge(run(), expected, allowed, dtype)]
     if poison and verdicts[0]:
         with poisoned_allocations():
@@ -206,20 +208,20 @@ def judge_runs(
 
 
 def judge(out: Tensor, expected: Law, allowed: float, dtype: torch.dtype, *, prefix: str = "") -> Conformance:
-    """Compare one result with the law."""
+    """Compare one result with the exact one."""
     y = expected.y
     if out.shape != y.shape or out.dtype != dtype:
         seen, wanted = f"{tuple(out.shape)} {out.dtype}", f"{tuple(y.shape)} {dtype}"
         return Conformance(False, math.inf, allowed, f"{prefix}result is {seen}, expected {wanted}")
     if out.numel() == 0:
         return Conformance(True, 0.0, allowed)
-    misplaced = _misplaced(out, y, allowed, dtype)
+    misplaced = _find_misplaced(out, y, allowed, dtype)
     if misplaced:
         return Conformance(False, math.inf, allowed, prefix + misplaced)
     finite = out.isfinite() & y.isfinite()
     error = torch.where(finite, out.double() - y, 0.0).abs()
     terms = torch.where(finite, expected.terms, 0.0)
-    error = (error - _smallest_step(dtype)).clamp(min=0.0)  # below the type's subnormals there is nothing to round to
+    error = (error - _smallest_step(dtype)).clamp(min=0.0)  # the type cannot represent less than its smallest subnormal
     worst, where = max(_looks(error, terms), key=lambda look: look[0])
     if worst <= allowed:
         return Conformance(True, worst, allowed)
@@ -230,12 +232,12 @@ def _smallest_step(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-def _misplaced(out: Tensor, y: Tensor, allowed: float, dtype: torch.dtype) -> str | None:
-    """Where NaN or infinity is not what the law says, as a sentence."""
+def _find_misplaced(out: Tensor, y: Tensor, allowed: float, dtype: torch.dtype) -> str | None:
+    """Describe where NaN or infinity differs from the exact result, or return None."""
     nan = out.isnan() != y.isnan()
     if nan.any():
         row, col = (int(i) for i in nan.nonzero()[0])
-        return f"{int(nan.sum())} elements differ in being NaN, first at [{row}, {col}]: {float(out[row, col])}, law {float(y[row, col])}"
+        return f"{int(nan.sum())} elements differ in being NaN, first at [{row}, {col}]: {float(out[row, col])}, expected {float(y[row, col])}"
     limit = torch.finfo(dtype).max
     margin = 1 + ELEMENT_ALLOWANCE * allowed
     overflows = y.abs() > limit * margin
@@ -244,12 +246,12 @@ def _misplaced(out: Tensor, y: Tensor, allowed: float, dtype: torch.dtype) -> st
     wrong = (overflows & ~infinite) | (inside & infinite) | (infinite & (out.sign() != y.sign()))
     if wrong.any():
         row, col = (int(i) for i in wrong.nonzero()[0])
-        return f"{int(wrong.sum())} elements overflow differently, first at [{row}, {col}]: {float(out[row, col])}, law {float(y[row, col])}"
+        return f"{int(wrong.sum())} elements overflow differently, first at [{row}, {col}]: {float(out[row, col])}, expected {float(y[row, col])}"
     return None
 
 
 def _looks(error: Tensor, terms: Tensor) -> Iterator[tuple[float, str]]:
-    """Each look's worst error over its allowance, and where."""
+    """Yield the worst error over its allowance, and its place, for each of the four ways."""
     for dims, name in (((0, 1), "the whole result"), ((1,), "row"), ((0,), "column")):
         ratios = (_ratios(error.norm(dim=dims), terms.norm(dim=dims)) / _allowance(terms, dims)).flatten()
         index = int(ratios.argmax())
@@ -260,13 +262,13 @@ def _looks(error: Tensor, terms: Tensor) -> Iterator[tuple[float, str]]:
 
 
 def _ratios(error: Tensor, size: Tensor) -> Tensor:
-    """error / size, where a zero size forgives no error."""
+    """Return error / size; any error at a size of zero is infinite."""
     ratio = error / torch.where(size > 0, size, 1.0)
     return torch.where((size == 0) & (error > 0), torch.inf, ratio)
 
 
 def _allowance(terms: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """1 + 5 / sqrt(n), n the number of elements that carry the norm: (sum T^2)^2 / sum T^4, 1 when a single one does."""
+    """Return 1 + 5 / sqrt(n), n = (sum T^2)^2 / sum T^4 the effective number of elements: 1 if one dominates."""
     squares = terms.square()
     squares = squares / squares.amax(dim=dims, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     effective = squares.sum(dim=dims).square() / squares.square().sum(dim=dims).clamp(
@@ -277,13 +279,13 @@ def _allowance(terms: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Inside, torch fills every uninitialised floating allocation with NaN (its deterministic mode does, in C++ as well)."""
+    """Make torch fill every uninitialized floating-point allocation with NaN (its deterministic mode, C++ included)."""
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # an op without a deterministic form may run: only the fill matters
+            # ops without a deterministic implementation may run: only the fill matters
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
             yield
@@ -293,19 +295,22 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None = None) -> Conformance:
-    """Judge a stochastic quantiser: every element is one of the two neighbours of x on the grid, and each of them as often as is due.
+    """Judge a stochastic quantizer: every element is one of the two neighbors of x on the grid, with the right
+    frequency.
 
-    With p the share of the way from the neighbour nearer to zero to the other one, an element is the other one with probability p, so over many elements
+    If p is the position of x between the neighbor nearer to zero (0) and the other one (1), an element is the other one
+    with probability p, so over many elements
 
         z = sum(is the other - p) / sqrt(sum p (1 - p))
 
-    is a standard normal. Rounding to nearest would pass where p is spread evenly over [0, 1], so p below and above one half are judged apart.
+    is standard normal. Rounding to nearest would pass if p is spread evenly over [0, 1], so p below and above one half
+    are judged separately.
 
     Args:
-        out: what the quantiser gave.
-        x: what it was given.
-        spec: stochastic.
-        scale: of a static or delayed spec.
+        out: the quantizer's output.
+        x: its input.
+        spec: a stochastic spec.
+        scale: the scale of a static or delayed spec.
 
     Returns:
         The verdict; `error` is the larger |z|.
@@ -320,11 +325,11 @@ def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None
         index = tuple(int(i) for i in wrong.nonzero()[0])
         where = f"first at {list(index)}: {float(seen[index])}, between {float(low[index])} and {float(high[index])}"
         return Conformance(
-            False, math.inf, 0.0, f"{int(wrong.sum())} elements are no neighbour of their value, {where}"
+            False, math.inf, 0.0, f"{int(wrong.sum())} elements are not a neighbor of their value, {where}"
         )
     multiplier = down.scale if down.tensor_scale is None else down.scale * down.tensor_scale
     exact = x.double() / expand_scale(multiplier, x.shape, spec.block).double()
-    p, worst = ((exact - low) / (high - low)).clamp(0, 1), 0.0  # NaN on the grid, where there is nothing to choose
+    p, worst = ((exact - low) / (high - low)).clamp(0, 1), 0.0  # NaN on the grid, where both neighbors coincide
     for side in ((p > 0) & (p < 0.5), (p > 0.5) & (p < 1)):
         due, upper = p[side], (seen == high)[side].double()
         spread = float((due * (1 - due)).sum())
@@ -338,9 +343,9 @@ def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None
 
 
 def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> Conformance:
-    """Judge a quantiser against the law: the same bits, or at most a share `neighbours` of elements one code away.
+    """Judge a quantizer: the same bits as the reference, or at most a share `neighbours` of elements one code away.
 
-    The law divides once per block and multiplies, so a kernel has no freedom: the default is exact.
+    The reference divides once per block and multiplies, which leaves a kernel no freedom: the default is exact.
     """
     if out.spec != ref.spec or out.shape != ref.shape:
         reason = f"result is {out.spec} {tuple(out.shape)}, expected {ref.spec} {tuple(ref.shape)}"
@@ -348,7 +353,7 @@ def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> C
     differing = ~((out.scale == ref.scale) | (out.scale.isnan() & ref.scale.isnan()))
     if differing.any():
         index = tuple(int(i) for i in differing.nonzero()[0])
-        reason = f"{int(differing.sum())} scales differ, first at {list(index)}: {float(out.scale[index])}, law {float(ref.scale[index])}"
+        reason = f"{int(differing.sum())} scales differ, first at {list(index)}: {float(out.scale[index])}, expected {float(ref.scale[index])}"
         return Conformance(False, math.inf, neighbours, reason)
     seen, law_ = decode(out.data, ref.spec.format), decode(ref.data, ref.spec.format)
     wrong = ~((seen == law_) | (seen.isnan() & law_.isnan()))
@@ -356,7 +361,7 @@ def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> C
     apart = (out.data.view(torch.uint8).short() - ref.data.view(torch.uint8).short()).abs() > 1
     if (wrong & apart).any() or share > neighbours:
         row, col = (int(i) for i in (wrong & apart if (wrong & apart).any() else wrong).nonzero()[0])
-        where = f"first at [{row}, {col}]: {float(seen[row, col])}, law {float(law_[row, col])}"
+        where = f"first at [{row}, {col}]: {float(seen[row, col])}, expected {float(law_[row, col])}"
         return Conformance(
             False,
             math.inf if (wrong & apart).any() else share,

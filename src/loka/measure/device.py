@@ -1,7 +1,7 @@
-"""The machine: what it is, for every record, and what it can do at most, for rooflines.
+"""Describe the machine for records (`snapshot`), and measure its peak rates for rooflines (`peaks`).
 
-`snapshot` reads; it starts no CUDA where there is none. `peaks` measures the two ceilings in the same run as the kernels that are held against
-them: a large copy, counting bytes read plus bytes written, and large GEMMs through the library, on random data (zeros run faster).
+`snapshot` only reads. `peaks` measures in the same run as the kernels that are compared with it: a large copy, counting
+bytes read plus bytes written, and large library GEMMs on random data (zeros run faster).
 """
 
 import subprocess
@@ -25,56 +25,53 @@ from loka.records.performance import Peaks
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are; the CPU for one that has none."""
+    """Return the device of a model's parameters; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def name_device(device: torch.device) -> str:
-    """A device as records name it: a GPU by its product, everything else by its kind."""
+    """Return a device's name as used in records: the product name of a GPU, otherwise the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def environment_of(model: nn.Module, command: str | None = None) -> Environment:
-    """Where and how numbers about a model are made.
+    """Describe the environment of measurements on a model.
 
     Args:
-        model: whose device counts.
-        command: that was run; None takes this process's own.
-
-    Returns:
-        What belongs beside every number.
+        model: the model, for its device.
+        command: the command that was run; None for this process's own.
     """
     return capture_environment(command=command, device=name_device(device_of(model)), threads=torch.get_num_threads())
 
 
 def snapshot(command: str | None = None) -> Environment:
-    """Where and how numbers are being made: the GPU and its driver where there is one.
+    """Describe the environment of measurements in this process, including the GPU and its driver if there is one.
 
     Args:
-        command: that was run; None takes this process's own.
+        command: the command that was run; None for this process's own.
 
     Returns:
-        What belongs beside every number.
+        The environment, to be stored with every measurement.
 
     Example:
         >>> snapshot().device
     """
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     made = capture_environment(command=command, device=name, driver=_find_driver(), threads=torch.get_num_threads())
-    # torch with its build, 2.11.0+cu128; loka by name: the package's front door opens rooms above this one
+    # torch's version with its build, e.g. 2.11.0+cu128; loka is imported by name since it imports rooms above this one
     return msgspec.structs.replace(made, torch=str(torch.__version__), loka=import_module("loka").__version__)
 
 
 def _find_driver() -> str | None:
-    """The NVIDIA driver's version, from the kernel module: needs no CUDA."""
+    """Return the NVIDIA driver's version from the kernel module, without CUDA."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split("\n")[0].split()
     except OSError:
-        return _ask_driver()
+        return _query_driver()
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
-def _ask_driver() -> str | None:
+def _query_driver() -> str | None:
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
@@ -84,16 +81,16 @@ def _ask_driver() -> str | None:
 
 
 def peaks(device: torch.device | str, *, repeats: int = 9) -> Peaks:
-    """Measured ceilings of a device: small problems on a CPU, problems that fill the chip on a GPU."""
+    """Measure the peak rates of a device: small problems on a CPU, problems that fill the chip on a GPU."""
     device = torch.device(device)
     big = device.type == "cuda"
-    bytes_moved, copy = _copy(1 << (31 if big else 22), device, repeats)
+    bytes_moved, copy = _time_copy(1 << (31 if big else 22), device, repeats)
     size = 8192 if big else 256
     x = draw(size, size, seed=1, device=device, dtype=torch.bfloat16)
     w = draw(size, size, seed=2, device=device, dtype=torch.bfloat16)
-    bf16 = _seconds("bf16 GEMM", lambda: x @ w.T, device, repeats)
+    bf16 = _time_seconds("bf16 GEMM", lambda: x @ w.T, device, repeats)
     flops = 2.0 * size**3
-    fp8 = _fp8_seconds(size, device, repeats)
+    fp8 = _time_fp8(size, device, repeats)
     return Peaks(
         copy_bytes_per_second=bytes_moved / copy,
         bf16_flops=flops / bf16,
@@ -101,25 +98,27 @@ def peaks(device: torch.device | str, *, repeats: int = 9) -> Peaks:
     )
 
 
-def _copy(elements: int, device: torch.device, repeats: int) -> tuple[int, float]:
-    """Bytes read and written by one large copy, and its seconds."""
-    source = torch.empty(elements, dtype=torch.bfloat16, device=device).bernoulli_()  # not zeros: they could be special
+def _time_copy(elements: int, device: torch.device, repeats: int) -> tuple[int, float]:
+    """Return the bytes read and written by one large copy, and its seconds."""
+    source = torch.empty(elements, dtype=torch.bfloat16, device=device).bernoulli_()  # not zeros, which may run faster
     target = torch.empty_like(source)
-    return 2 * source.nbytes, _seconds("copy", lambda: target.copy_(source), device, repeats)
+    return 2 * source.nbytes, _time_seconds("copy", lambda: target.copy_(source), device, repeats)
 
 
-def _fp8_seconds(size: int, device: torch.device, repeats: int) -> float | None:
-    """The library's tensorwise FP8 GEMM; None where the device has none."""
+def _time_fp8(size: int, device: torch.device, repeats: int) -> float | None:
+    """Time the library's tensorwise FP8 GEMM; None if the device does not support it."""
     spec = Spec(E4M3, TENSOR)
     call = MatmulCall(size, size, size, spec, spec, fast_accum=True)
     library = registry.backend("scaled_mm", "torch")
     if not library.supports(call, device):
         return None
     a, b = matmul_operands(call, device=device)
-    return _seconds("FP8 GEMM", lambda: library.run(a, b, out_dtype=call.out_dtype, fast_accum=True), device, repeats)
+    return _time_seconds(
+        "FP8 GEMM", lambda: library.run(a, b, out_dtype=call.out_dtype, fast_accum=True), device, repeats
+    )
 
 
-def _seconds(name: str, thunk: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    trusted = Conformance(True, 0.0, 0.0)  # a ceiling is a rate, not a result
+def _time_seconds(name: str, thunk: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    trusted = Conformance(True, 0.0, 0.0)  # only the rate matters, not the result
     (timing,) = time_together([Contender(name, [thunk], trusted)], device, repeats=repeats)
     return timing.microseconds().value * 1e-6

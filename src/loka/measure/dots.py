@@ -1,6 +1,7 @@
-"""The benchmark's view of dots: products of all pairs of K vectors of width N, of M examples (shape examples x vectors x width).
+"""Benchmark adapter of dots: products of all pairs of an example's vectors (shape examples x vectors x width).
 
-A variant is `pairs`, those above the diagonal; options: `self` (the diagonal too), `gradient` (dx instead), and a type. Judged against float64, element by element.
+A variant is `pairs`, those above the diagonal. Options: `self` (the diagonal too), `gradient` (dx instead), and a
+dtype. Compared with float64, element by element.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from loka.measure.timing import Thunk
 
 @dataclass(frozen=True)
 class PairsCall(DotsCall):
-    """A call, and whether it is the gradient; `pairs` says whether a vector meets itself."""
+    """A call with the options of its variant; the number of `pairs` tells whether the diagonal is included."""
 
     gradient: bool = False
 
@@ -46,7 +47,7 @@ class Dots(Op[PairsCall]):
     VARIANTS = ("pairs", "pairs|gradient")
 
     def parse(self, shape: Shape, variant: str) -> PairsCall:
-        """Examples, vectors and width under `pairs`."""
+        """See `Op.parse`: examples, vectors, width and `pairs`."""
         spelled = f"pairs[|self][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
         _, options, dtype = read_variant(variant, "pairs", ("self", "gradient"), spelled)
         b, n, d = shape
@@ -55,25 +56,25 @@ class Dots(Op[PairsCall]):
 
     def spell(self, call: PairsCall) -> str:
         """The inverse of `parse`."""
-        return spell_variant("pairs|self" if _with_itself(call) else "pairs", call, ("gradient",))
+        return spell_variant("pairs|self" if _includes_diagonal(call) else "pairs", call, ("gradient",))
 
     def operands(self, call: PairsCall, *, seed: int, distribution: str, device: torch.device) -> DotsOperands:
-        """Vectors of the distribution, normal gradients."""
+        """Draw vectors from the distribution, and normal gradients."""
         options: dict[str, Any] = {"device": device, "dtype": call.dtype}
         x = inputs.draw(call.b * call.n, call.d, distribution=distribution, seed=2 * seed, **options)
-        first, second = torch.triu_indices(call.n, call.n, 0 if _with_itself(call) else 1, device=device)
+        first, second = torch.triu_indices(call.n, call.n, 0 if _includes_diagonal(call) else 1, device=device)
         dy = inputs.draw(call.b, call.pairs, seed=2 * seed + 1, **options)
         return DotsOperands(x.view(call.b, call.n, call.d), first, second, dy)
 
     def thunk(self, backend: Any, call: PairsCall, operands: DotsOperands) -> Thunk:
-        """The products, or their gradient."""
+        """Return the products, or their gradient."""
         o = operands
         if call.gradient:
             return lambda: backend.gradient(o.dy, o.x, o.first, o.second)
         return lambda: backend.run(o.x, o.first, o.second)
 
     def check(self, backend: Any, call: PairsCall, operands: DotsOperands) -> Conformance:
-        """Against float64, plain and with poisoned allocations."""
+        """Check against float64, plain and with poisoned allocations."""
         return self._judge(self.thunk(backend, call, operands), call, operands, poison=True)
 
     def _judge(self, run: Thunk, call: PairsCall, operands: DotsOperands, *, poison: bool) -> Conformance:
@@ -83,31 +84,31 @@ class Dots(Op[PairsCall]):
         return conformance.judge_runs(lambda: run().reshape(call.b, width), law, allowed, call.dtype, poison=poison)
 
     def baseline(self, call: PairsCall, operands: DotsOperands) -> Thunk:
-        """A batched product of everything with everything, and the choice of pairs, as models write it; compiled on a GPU. Forward only."""
+        """Return a batched product of all vectors and the selection of pairs, forward only; compiled on a GPU."""
         o = operands
         run = compiled(lambda x: torch.bmm(x, x.mT)[:, o.first, o.second], o.x.device)
         return lambda: run(o.x)
 
     def check_baseline(self, call: PairsCall, operands: DotsOperands) -> Conformance:
-        """Against float64."""
+        """Check against float64."""
         plain = PairsCall(call.b, call.n, call.d, call.pairs, call.dtype)
         return self._judge(self.baseline(plain, operands), plain, operands, poison=False)
 
     def bytes_moved(self, call: PairsCall) -> int:
-        """Vectors in, products out; backward vectors and gradients in, dx out."""
+        """Count vectors and products; for the gradient, vectors, gradients and dx."""
         return call.b * call.dtype.itemsize * (call.n * call.d * (1 + call.gradient) + call.pairs)
 
     def flops(self, call: PairsCall) -> int:
-        """A product a pair; two backward."""
+        """Count one dot product per pair; two for the gradient."""
         return 2 * call.b * call.pairs * call.d * (1 + call.gradient)
 
 
-def _with_itself(call: DotsCall) -> bool:
+def _includes_diagonal(call: DotsCall) -> bool:
     return call.pairs == call.n * (call.n + 1) // 2
 
 
 def _law(call: PairsCall, o: DotsOperands) -> Law:
-    """In float64, with the size that errors are measured in."""
+    """Compute in float64, with the size that errors are relative to."""
     x = o.x.double()
     if not call.gradient:
         y = torch.bmm(x, x.mT)[:, o.first, o.second]

@@ -1,9 +1,10 @@
-"""What the benchmark's views of the fused ops share: how variants are spelled, the bf16 baselines, the exact maths in float64.
+"""Shared by the benchmark adapters of fused ops: parsing of variants, bf16 baselines, exact results in float64.
 
-Variants are `HEAD>OUTPUT|option|option`, e.g. `rms>e4m3:row|hard_swish` or `e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose`.
+Variants are `HEAD>OUTPUT|option|option`, e.g. `rms>e4m3:row|hard_swish` or
+`e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose`.
 
-The bf16 baseline is what a model without FP8 runs: linear + RMSNorm + SiLU (or the norm, or the backward of norm and activation), compiled for static
-shapes where there is a GPU, eager on a CPU. It has no affine parameters, which favours it.
+The bf16 baseline is what a model without FP8 runs: linear + RMSNorm + SiLU (or the norm, or the backward of norm and
+activation), compiled for static shapes on a GPU, eager on a CPU. It has no affine parameters, which favors it.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from loka.kernels.norm_quantize.call import EPS
 from loka.measure.conformance import Conformance, poisoned_allocations
 from loka.measure.rounding import worst_of
 
-FLOAT32 = 1e-5  # what sums in another order and an approximate reciprocal lose, relative to the row
-STEEPEST = 1.5  # no activation here has a larger slope
+FLOAT32 = 1e-5  # error of sums in another order and an approximate reciprocal, relative to the row
+STEEPEST = 1.5  # upper bound on the slope of all activations
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {name: partial(activate, name=name) for name in ACTIVATIONS}
 
 
 def split_variant(text: str, known: set[str]) -> tuple[str, str, set[str], str]:
-    """HEAD, OUTPUT, options and the activation of a variant."""
+    """Split a variant into HEAD, OUTPUT, options and activation."""
     head, arrow, rest = text.partition(">")
     output, *options = rest.split("|")
     unknown = sorted(set(options) - known - set(ACTIVATIONS))
@@ -40,9 +41,10 @@ def split_variant(text: str, known: set[str]) -> tuple[str, str, set[str], str]:
 
 
 def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """For static shapes where there is a GPU; as it is on a CPU, where the number is a label and not a claim.
+    """Compile a function for static shapes on a GPU; return it unchanged for a CPU.
 
-    A full graph or an error: beyond its limit of recompilations torch.compile would otherwise run the function uncompiled and say nothing.
+    `fullgraph=True` because torch.compile would otherwise silently run the function eagerly beyond its recompilation
+    limit.
     """
     if device.type != "cuda":
         return function
@@ -51,19 +53,19 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 
 def bf16_norm(x: Tensor, norm: str) -> Tensor:
-    """Layer norm, or the RMS norm that stands for block norm too."""
+    """Apply layer norm or RMS norm; the latter also stands in for block norm."""
     if norm == "layer":
         return F.layer_norm(x, x.shape[-1:], eps=EPS["layer"])
     return F.rms_norm(x, x.shape[-1:], eps=EPS["rms"])
 
 
 def bf16_layer(x: Tensor, w: Tensor) -> Tensor:
-    """SiLU(RMSNorm(x w^T))."""
+    """Compute SiLU(RMSNorm(x w^T))."""
     return F.silu(F.rms_norm(F.linear(x, w), (w.shape[0],), eps=NORM_EPS))
 
 
 def bf16_gradient(dy: Tensor, p: Tensor) -> Tensor:
-    """Backward of SiLU(RMSNorm(p)), as compiled autograd would fuse it."""
+    """Compute the backward of SiLU(RMSNorm(p)), as compiled autograd would fuse it."""
     wide = p.float()
     rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + NORM_EPS)
     z = wide * rstd
@@ -73,7 +75,7 @@ def bf16_gradient(dy: Tensor, p: Tensor) -> Tensor:
 
 
 def block_norm(p: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """In float64: p over the root mean square of its 256 columns, and the factor, repeated to p's width."""
+    """Divide p by the root mean square of each block of 256 columns. Returns the result and the factor, expanded."""
     parts = [
         torch.rsqrt(part.square().mean(1, keepdim=True) + eps).expand_as(part) for part in torch.split(p, NORM_BLOCK, 1)
     ]
@@ -82,7 +84,7 @@ def block_norm(p: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def judge_twice(run: Callable[[], Any], judge: Callable[[Any], Conformance]) -> Conformance:
-    """A plain run, and one with poisoned allocations."""
+    """Judge a plain run and one with poisoned allocations; return the worse verdict."""
     plain = judge(run())
     if not plain:
         return plain

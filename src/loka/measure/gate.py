@@ -1,28 +1,32 @@
-"""The gate: may this backend run this call? Judged at the very shape, Specs and types it will run, before anything else is asked of it.
+"""The gate: check whether a backend computes a call correctly, at the exact shape, Specs and types that it will run.
 
     judge_backend("scaled_mm", registry.backend("scaled_mm", "triton"), call, device)      ok, or the reason why not
 
-A GEMM runs on the twelve operand sets of `stress`, a quantiser on its six, every other op on the distributions of `inputs` through its benchmark's adapter.
-All sets are run in each of several rounds, so that between two calls on the same operands there are calls on others:
+A GEMM runs on the twelve operand sets of `stress`, a quantizer on its six, and every other op on the distributions of
+`inputs` through its benchmark adapter. All sets run in each of several rounds, so that between two calls on the same
+operands there are calls on others:
 
-    1  fresh operands; the memory the allocator will hand out is full of NaN
-    2  operands in the buffers of the call before, which held other values; every allocation torch makes is filled with NaN
-    3  operands at odd addresses and, by turns, other strides; that memory is full of large numbers
+    1  fresh operands; memory that the allocator hands out next is filled with NaN
+    2  operands in reused buffers, which held other values before; every allocation of torch is filled with NaN
+    3  operands at odd addresses and, alternately, odd strides; memory handed out next is filled with large numbers
 
-with the weight prepared in every other call of rounds 2 and 3, where the backend does that. A quantiser, which has fewer sets, has rounds 2 and 3 twice.
+If the backend supports prepared weights, every other call of rounds 2 and 3 uses one. A quantizer, which has fewer
+sets, runs rounds 2 and 3 twice.
 
-The first result of a set is compared with the law, element by element (`comparison`); later ones with the first, bit by bit, and with the law where they
-differ: a kernel may add in another order each time, but must be right each time. Results must be new memory, operands must stay as they were. A
-backend may raise on an odd address or stride, which is an honest no; it may not be wrong there.
+The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
+with the first bit by bit and, if they differ, with the exact one: a kernel may add in another order each time, but must
+be correct each time. Results must be new memory, and operands must not change. A backend may raise on an odd address or
+stride, but must not be wrong there.
 
-The bound is 1.5 times what fast accumulation over all of K loses (`conformance.accumulation_error`), whether the call permits it or not: emulations of it that round each sum to
-13 or 14 bits come to 1.0 times, and how a library adds is its accuracy, which Probe measures, and no defect.
+The bound is 1.5 times the error of fast accumulation over all of K (`conformance.accumulation_error`), whether the call
+permits it or not. Emulations that round each sum to 13 or 14 bits reach 1.0 times. How a library accumulates affects
+its accuracy, which Probe measures, and is not a defect.
 
-36 calls find a fault that hits a call with probability p with probability 1 - (1 - p)^36: 0.9997 at p = 0.2, 0.98 at 0.1, 0.30 at 0.01. Rarer faults are out
-of reach of any test that ends.
+36 calls find a fault that affects a call with probability p with probability 1 - (1 - p)^36: 0.9997 at p = 0.2, 0.98 at
+0.1, 0.30 at 0.01. Rarer faults may be missed.
 
-Answers are kept for the life of the process: the same backend on the same call is judged once. The law itself (the reference backend, unless somebody
-replaced its function) cannot differ from itself: it is looked at on two sets and some of the rows.
+Verdicts are cached for the life of the process. The reference backend itself (unless its function was replaced) is only
+checked on two sets and a part of the rows.
 """
 
 import math
@@ -55,26 +59,26 @@ from loka.measure.conformance import (
 )
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
 
-KEPT = 1 << 25  # elements of exact results kept between rounds
+KEPT = 1 << 25  # elements of exact results cached between rounds
 ANSWERS = 4096
 OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows")
 OTHER_ROUNDS = 6
 HEADROOM = 1.5
 LAW_SHAPE = {"m": 256, "k": 1024}
 BLOCK = 128
-LAWS = (matmul_reference.run, quantize_reference.run, quantize_by_law)  # as they were when this was imported
+LAWS = (matmul_reference.run, quantize_reference.run, quantize_by_law)  # as of import: tests may replace them later
 
 
 @dataclass(frozen=True)
 class Round:
-    """How the operands of a round lie, and what waits in memory."""
+    """Where the operands of a round are placed, and what unused memory contains."""
 
     place: Place
-    leftover: float | None  # what freed memory holds
+    leftover: float | None  # the content of freed memory
     poison: bool = False  # whether torch fills every allocation with NaN
 
     def at(self, number: int) -> "Round":
-        """The round as one of its calls has it: every other view has strides of its own."""
+        """Return the round for one of its calls: every other shifted call uses slices instead."""
         return replace(self, place="slices") if self.place == "shifted" and number % 2 else self
 
 
@@ -84,16 +88,16 @@ _ANSWERS: dict[tuple[Any, ...], tuple[Conformance, Any]] = {}
 
 
 def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | str) -> Conformance:
-    """Judge a backend on a call, at the call's own shape.
+    """Judge a backend on a call, at the call's own shape. The verdict is cached.
 
     Args:
-        op: an op that `measure` has an adapter for, e.g. "scaled_mm" or "quantize".
-        backend: anything with `supports` and `run`: a module of the registry or a kernel of one's own.
+        op: an op that has an adapter in `loka.measure.adapter`, e.g. "scaled_mm" or "quantize".
+        backend: any object with `supports` and `run`: a module of the registry or your own kernel.
         call: the op's description of shapes, Specs and types.
-        device: where to run it.
+        device: the device to run on.
 
     Returns:
-        The verdict. A backend that does not support the call, raises, or is wrong in any round is red, with the reason.
+        The verdict. A backend that does not support the call, raises, or is wrong in any round fails, with the reason.
 
     Example:
         >>> call = MatmulCall(2048, 1024, 512, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"))
@@ -109,19 +113,19 @@ def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | s
         "quantize": lambda: _judge_quantize(backend, call, device),
     }
     judge = judges.get(op, lambda: _judge_other(op, backend, call, device))
-    return _once((op, _identity(backend), call, str(device)), judge, backend)
+    return _judge_cached((op, _identity(backend), call, str(device)), judge, backend)
 
 
 def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device: torch.device | str) -> Conformance:
-    """Judge a quantiser that is a function of (x, spec) and no backend.
+    """Judge a quantizer that is a plain function of (x, spec) instead of a backend.
 
     Args:
-        quantize: gives a QTensor.
+        quantize: a function that returns a QTensor.
         call: shape, Spec and input type; no transpose.
-        device: where to run it.
+        device: the device to run on.
 
     Returns:
-        The verdict: the same bits as the law, in every round.
+        The verdict: the same bits as the reference in every round.
 
     Example:
         >>> bool(judge_quantizer(loka.formats.quantize, QuantizeCall(64, 128, Spec.parse("e4m3:row")), "cpu"))
@@ -129,11 +133,11 @@ def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device
     """
     device = torch.device(device)
     key = ("quantizer", _identity(quantize), call, str(device))
-    return _once(key, lambda: _judge_quantize(_Function(quantize), call, device), quantize)
+    return _judge_cached(key, lambda: _judge_quantize(_FunctionBackend(quantize), call, device), quantize)
 
 
-class _Function:
-    """A function of (x, spec) as a backend of quantize."""
+class _FunctionBackend:
+    """Wraps a function of (x, spec) as a backend of quantize."""
 
     def __init__(self, quantize: Callable[..., QTensor]) -> None:
         self.quantize = quantize
@@ -143,17 +147,17 @@ class _Function:
 
 
 def forget_answers() -> None:
-    """Judge everything anew from here on: for kernels that were changed in place."""
+    """Clear the cached verdicts, e.g. after a kernel was changed in place."""
     _ANSWERS.clear()
 
 
-def _once(key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any) -> Conformance:
-    """The kept answer, or a new one. The subject is kept with it: the identity of what is gone could be given to another."""
+def _judge_cached(key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any) -> Conformance:
+    """Return the cached verdict, or judge and cache it. The subject is kept alive so that its id is not reused."""
     known = _ANSWERS.get(key)
     if known is None:
         try:
             verdict = judge()
-        except Exception as error:  # a backend that crashes is a refusal like any other
+        except Exception as error:  # a backend that raises fails the check
             message = " ".join(str(error).split())[:300]
             verdict = Conformance(False, math.inf, 0.0, f"{type(error).__name__}: {message}", raised=True)
         if len(_ANSWERS) >= ANSWERS:
@@ -163,35 +167,35 @@ def _once(key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any) 
 
 
 def _identity(subject: Any) -> tuple[Any, ...]:
-    """What tells a backend or function from others: itself, and the code it runs, which a test may replace."""
+    """Return a key for a backend or function: the object, and the function it runs, which a test may replace."""
     if isinstance(subject, partial):
         return (subject.func, subject.args, tuple(sorted(subject.keywords.items())))
     run = getattr(subject, "run", subject)
     return (id(subject), getattr(run, "__func__", run))
 
 
-def _is_law(backend: Any) -> bool:
-    if isinstance(backend, _Function):
+def _is_reference(backend: Any) -> bool:
+    if isinstance(backend, _FunctionBackend):
         function = backend.quantize
         by_name = isinstance(function, partial) and function.keywords == {"backend": "reference"}
         return function is quantize_by_law or (by_name and quantize_reference.run is LAWS[1])
     return not hasattr(backend, "prepare") and any(getattr(backend, "run", None) is law for law in LAWS)
 
 
-def _as_judged(backend: Any, call: Any) -> Any:
-    """The call, at its true shape; for the law alone a smaller one with the same remainders."""
-    if not _is_law(backend):
+def _shrink_reference_call(backend: Any, call: Any) -> Any:
+    """Return the call unchanged; for the reference itself, a smaller one with the same remainders."""
+    if not _is_reference(backend):
         return call
-    return replace(call, **{name: _cut(getattr(call, name), limit) for name, limit in LAW_SHAPE.items()})
+    return replace(call, **{name: _shrink(getattr(call, name), limit) for name, limit in LAW_SHAPE.items()})
 
 
-def _cut(size: int, limit: int) -> int:
+def _shrink(size: int, limit: int) -> int:
     return size if size <= limit + BLOCK else limit + size % BLOCK
 
 
 def _steps(backend: Any, names: tuple[str, ...]) -> Iterator[tuple[int, Round, str]]:
-    """(number of the call, round, set) in the order they are run: each round begins with another set."""
-    if _is_law(backend):
+    """Yield (number of the call, round, set) in the order of execution; each round begins with another set."""
+    if _is_reference(backend):
         yield from ((number, FRESH, name) for number, name in enumerate(("spread", "extreme")))
         return
     rounds = (FRESH, REUSED, MOVED) if len(names) > 8 else (FRESH, REUSED, MOVED, REUSED, MOVED)
@@ -201,8 +205,8 @@ def _steps(backend: Any, names: tuple[str, ...]) -> Iterator[tuple[int, Round, s
             yield number, round_.at(place // 2 + turn), name
 
 
-def _in_memory(round_: Round, size: int, device: torch.device) -> AbstractContextManager[None]:
-    """Leave what the round says in the memory that will be handed out next."""
+def _fill_memory(round_: Round, size: int, device: torch.device) -> AbstractContextManager[None]:
+    """Fill the memory that the allocator hands out next as the round requires."""
     if round_.leftover is not None:
         blocks = [torch.full((max(size, 1),), round_.leftover, dtype=torch.float32, device=device) for _ in range(2)]
         del blocks
@@ -220,21 +224,18 @@ def _describe(round_: Round, name: str, reason: str) -> str:
 
 
 def allow(call: MatmulCall) -> float:
-    """What adding up may lose of a product of this length, as a share of its terms.
+    """Return the bound on the accumulation error for `comparison.compare_product`, as a share of the terms.
 
     Args:
-        call: its length and formats count; its shape, scales and permission for fast accumulation do not.
-
-    Returns:
-        The bound for `comparison.compare_product`.
+        call: only its K and formats matter, not its M, N, scales or `fast_accum`.
     """
-    # no scales along K: nothing moves the sum to float32 before the end
+    # without scales along K, as if the sum were never moved to float32
     whole = [Spec(spec.format) for spec in (call.a, call.b)]
     return HEADROOM * accumulation_error(replace(call, a=whole[0], b=whole[1], fast_accum=True))
 
 
-class _Matmul:
-    """One backend of scaled_mm under judgement."""
+class _MatmulTrial:
+    """The state of judging one backend of scaled_mm."""
 
     def __init__(self, backend: Any, call: MatmulCall, device: torch.device) -> None:
         self.backend, self.call, self.device = backend, call, device
@@ -247,16 +248,16 @@ class _Matmul:
         self.first: dict[str, Tensor] = {}
 
     def step(self, number: int, round_: Round, name: str) -> Conformance:
-        """One call, and what is to be said about it."""
+        """Run and judge one call."""
         chosen = self.sets[name]
-        with _in_memory(round_, self.call.m * self.call.n, self.device):
+        with _fill_memory(round_, self.call.m * self.call.n, self.device):
             out, a, b = self._run(chosen, round_, number)
         if not (unchanged(a.data, chosen.a.data) and unchanged(b.data, chosen.b.data)):
-            return self._red("it writes into its operands")
+            return self._fail("it writes into its operands")
         if not (unchanged(a.scale, chosen.a.scale) and unchanged(b.scale, chosen.b.scale)):
-            return self._red("it writes into the scales of its operands")
+            return self._fail("it writes into the scales of its operands")
         if out.numel() and any(out.data_ptr() == known.data_ptr() for known in self.first.values()):
-            return self._red("the result lies in memory that an earlier result was returned in")
+            return self._fail("the result lies in memory that an earlier result was returned in")
         known = self.first.get(name)
         if known is not None and unchanged(out, known):
             return Conformance(True, 0.0, self.allowed)
@@ -267,7 +268,7 @@ class _Matmul:
             self.first[name] = out
         return verdict
 
-    def _red(self, reason: str) -> Conformance:
+    def _fail(self, reason: str) -> Conformance:
         return Conformance(False, math.inf, self.allowed, reason)
 
     def _run(self, chosen: OperandSet, round_: Round, number: int) -> tuple[Tensor, QTensor, QTensor]:
@@ -277,7 +278,7 @@ class _Matmul:
         except Exception:
             if round_.place in ("fresh", "reused"):
                 raise
-            return self._run_in(chosen, "fresh", prepare, number)  # no to an odd address or stride is an answer
+            return self._run_in(chosen, "fresh", prepare, number)  # a backend may refuse odd addresses and strides
 
     def _run_in(self, chosen: OperandSet, place: Place, prepare: bool, number: int) -> tuple[Tensor, QTensor, QTensor]:
         a = self.arrangement.put_quantized(chosen.a, place, number, role="a")
@@ -289,7 +290,7 @@ class _Matmul:
 
 @torch.no_grad()
 def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Conformance:
-    trial, worst = _Matmul(backend, _as_judged(backend, call), device), 0.0
+    trial, worst = _MatmulTrial(backend, _shrink_reference_call(backend, call), device), 0.0
     for number, round_, name in _steps(backend, MATMUL_SETS):
         verdict = trial.step(number, round_, name)
         if not verdict:
@@ -300,7 +301,7 @@ def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Confo
 
 @torch.no_grad()
 def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> Conformance:
-    call = _as_judged(backend, call)
+    call = _shrink_reference_call(backend, call)
     arrangement, options_of = (Arrangement(exact=getattr(backend, "any_alignment", False)), Quantize()._options)
     names = {name for _, _, name in _steps(backend, QUANTIZE_SETS)}
     inputs_ = {
@@ -309,10 +310,10 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> C
         if name in names
     }
     options = {name: options_of(call, x) for name, x in inputs_.items()}
-    expected = {name: _law_of(call.spec, x, options[name]) for name, x in inputs_.items()}
+    expected = {name: _make_checks(call.spec, x, options[name]) for name, x in inputs_.items()}
     for number, round_, name in _steps(backend, QUANTIZE_SETS):
         x = arrangement.put(inputs_[name], round_.place, number, role="x")
-        with _in_memory(round_, call.m * call.k, device):
+        with _fill_memory(round_, call.m * call.k, device):
             found = backend.run(x, call.spec, **options[name])
         for q, law in zip(found, expected[name], strict=True):
             verdict = Conformance(True, 0.0, 0.0) if law is None else law(q)
@@ -323,8 +324,10 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> C
     return Conformance(True, 0.0, 0.0)
 
 
-def _law_of(spec: Spec | None, x: Tensor, options: dict[str, Any]) -> list[Callable[[QTensor], Conformance] | None]:
-    """What judges the quantised x and its transpose: the law's bits, or, where rounding is by chance, both neighbours and how often each is due."""
+def _make_checks(
+    spec: Spec | None, x: Tensor, options: dict[str, Any]
+) -> list[Callable[[QTensor], Conformance] | None]:
+    """Return the checks of the quantized x and its transpose: bitwise, or by statistics if rounding is stochastic."""
     if all(s is None or s.rounding == "nearest" for s in (spec, options.get("transpose"))):
         return [None if law is None else partial(_same_quantized, law=law) for law in LAWS[1](x, spec, **options)]
     turned = (options.get("transpose"), x.T.contiguous(), options.get("transpose_scale"))
@@ -341,7 +344,7 @@ def _same_quantized(q: QTensor, law: QTensor) -> Conformance:
 
 
 def _judge_other(op: str, backend: Any, call: Any, device: torch.device) -> Conformance:
-    """An op known by its adapter alone: the adapter's check on several distributions, again and again with others in between."""
+    """Judge any other op with its adapter's check on several distributions, interleaved and repeated."""
     adapter, worst = adapter_for(op), Conformance(True, 0.0, 0.0)
     sets = {
         name: adapter.operands(call, seed=seed, distribution=name, device=device)

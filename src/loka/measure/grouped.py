@@ -1,9 +1,10 @@
-"""The benchmark's view of grouped_mm: all experts' GEMMs at once, beside torch's bf16 grouped GEMM.
+"""Benchmark adapter of grouped_mm: the GEMMs of all experts at once. Baseline: torch's bf16 grouped GEMM.
 
-A variant is `SPEC@SPEC|experts`, or a dtype for both, e.g. `e4m3:1x128@e4m3:128x128|53` or `bfloat16|53`; options: `even` (every expert gets as many rows as any
-other; otherwise the load is skewed, with one expert idle), `fast` (sums may stay in the tensor cores). M counts the rows of all experts.
+A variant is `SPEC@SPEC|experts` or `DTYPE|experts`, e.g. `e4m3:1x128@e4m3:128x128|53` or `bfloat16|53`. Options: `even`
+(every expert gets the same number of rows; otherwise the load is skewed, with one expert idle) and `fast` (fast
+accumulation). M counts the rows of all experts.
 
-Judged expert by expert against the law of its own GEMM, as `scaled_mm` is.
+Each expert's result is judged like a `scaled_mm`.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from loka.measure.timing import Thunk
 
 @dataclass(frozen=True)
 class LoadedCall(GroupedCall):
-    """A call and how its rows are shared out."""
+    """A call, and how its rows are distributed."""
 
     even: bool = False
 
@@ -47,7 +48,7 @@ class GroupedOperands:
 
 
 def group_offsets(rows: int, experts: int, *, even: bool, seed: int, device: torch.device) -> Tensor:
-    """int32 [E + 1]. Skewed: expert 1 idle, the others drawn from weights whose largest is several times their mean."""
+    """Return int32 offsets [E + 1]. Skewed: expert 1 is idle, the largest one has several times the mean."""
     if even:
         at = torch.arange(experts + 1, dtype=torch.float64) * rows / experts
         return at.round().to(torch.int32).to(device)
@@ -67,7 +68,7 @@ class GroupedMm(Op[LoadedCall]):
     VARIANTS = ("bfloat16|53|even", "e4m3:row@e4m3:row|53|even|fast", "e4m3:1x128@e4m3:128x128|53|even")
 
     def parse(self, shape: Shape, variant: str) -> LoadedCall:
-        """M, K and N under `SPEC@SPEC|experts`."""
+        """See `Op.parse`: M, K, N and `SPEC@SPEC|experts`."""
         kind, *options = variant.split("|")
         counts = [option for option in options if option.isdigit()]
         left, at, right = kind.partition("@")
@@ -89,7 +90,7 @@ class GroupedMm(Op[LoadedCall]):
         return "|".join([kind, *options])
 
     def operands(self, call: LoadedCall, *, seed: int, distribution: str, device: torch.device) -> GroupedOperands:
-        """Rows of the distribution, normal weights."""
+        """Draw rows from the distribution, and normal weights."""
         x = inputs.draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
         w = (
             inputs.draw(call.experts * call.n, call.k, seed=2 * seed + 1, device=device).view(
@@ -104,7 +105,7 @@ class GroupedMm(Op[LoadedCall]):
         return GroupedOperands(qx, qw, offsets, qx.dequantize(torch.bfloat16), qw.dequantize(torch.bfloat16))
 
     def thunk(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Thunk:
-        """The GEMMs alone, on prepared weights."""
+        """Return the GEMMs alone, with prepared weights."""
         return self._thunk(backend, call, operands, self._prepared(backend, operands))
 
     def _prepared(self, backend: Backend, operands: GroupedOperands) -> QTensor | Tensor:
@@ -116,7 +117,7 @@ class GroupedMm(Op[LoadedCall]):
         return lambda: backend.run(o.x, w, o.offsets, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
 
     def check(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Conformance:
-        """Every expert against the law, plain and with poisoned allocations; prepared weights give the same bits."""
+        """Check every expert, plain and with poisoned allocations; prepared weights must give the same bits."""
         run = self._thunk(backend, call, operands, operands.w)
         out = run()
         plain = self.judge(out, call, operands)
@@ -131,7 +132,7 @@ class GroupedMm(Op[LoadedCall]):
         return conformance.same_bits(self._thunk(backend, call, operands, prepared)(), out, worst)
 
     def judge(self, out: Tensor, call: LoadedCall, operands: GroupedOperands) -> Conformance:
-        """One result, expert by expert."""
+        """Judge one result, expert by expert."""
         if out.shape != (call.m, call.n):
             return Conformance(False, float("inf"), 0.0, f"result is {tuple(out.shape)}, expected {(call.m, call.n)}")
         allowed = self._tolerance(call)
@@ -163,7 +164,7 @@ class GroupedMm(Op[LoadedCall]):
         return conformance.law_of_values(x[start:stop], w[expert])
 
     def baseline(self, call: LoadedCall, operands: GroupedOperands) -> Thunk:
-        """torch's grouped GEMM in bf16; on a CPU, where there is none, the reference."""
+        """Return torch's grouped GEMM in bf16; the reference on a CPU, where torch has none."""
         from loka.kernels import registry
 
         name = "torch" if operands.x16.is_cuda else "reference"
@@ -171,16 +172,16 @@ class GroupedMm(Op[LoadedCall]):
         return lambda: backend.run(o.x16, o.w16, o.offsets, out_dtype=torch.bfloat16)
 
     def check_baseline(self, call: LoadedCall, operands: GroupedOperands) -> Conformance:
-        """Against the law of the bf16 values."""
+        """Check against the exact result of the bf16 values."""
         plain = LoadedCall(call.m, call.k, call.n, call.experts, in_dtype=torch.bfloat16, even=call.even)
         o = GroupedOperands(operands.x16, operands.w16, operands.offsets, operands.x16, operands.w16)
         return self.judge(self.baseline(call, operands)(), plain, o)
 
     def bytes_moved(self, call: LoadedCall) -> int:
-        """Rows in, every expert's weights once, results out."""
+        """Count rows, every expert's weights once, and results."""
         item = 1 if call.a is not None and call.a.format == E4M3 else call.in_dtype.itemsize
         return (call.m + call.experts * call.n) * call.k * item + call.m * call.n * call.out_dtype.itemsize
 
     def flops(self, call: LoadedCall) -> int:
-        """2 M K N: a row meets one expert."""
+        """Return 2 M K N: each row goes to one expert."""
         return 2 * call.m * call.k * call.n

@@ -1,14 +1,14 @@
-"""Inputs for tests and benchmarks: the same generators, so that what was proved right is what was timed.
+"""Inputs for tests and benchmarks: shared generators, so that what was checked is what is timed.
 
-A distribution is zero-mean unless its name says otherwise, and every tensor is a function of (shape, distribution, seed) on a kind of device:
+All distributions are zero-mean. A tensor is a function of (shape, distribution, seed) on a device type:
 
     normal            N(0, 1)
     uniform           U(-1, 1)
-    lognormal_rows    N(0, 1) times a factor e^(2 z) per row: rows of very different size, where a scale per tensor hurts
+    lognormal_rows    N(0, 1) times a factor e^(2 z) per row: rows of very different size, where a scale per tensor
+                      hurts
     outlier_channels  N(0, 1) with 1 of 64 columns 50 times larger: range inside a scaling group
     zero_rows         N(0, 1) with every third row zero: empty bags of a jagged batch
     nan_row           N(0, 1) with one NaN in the middle row: it must reach exactly the outputs that depend on it
-
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ def draw(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A matrix of a named distribution."""
+    """Draw a matrix from a named distribution."""
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"no distribution {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -54,10 +54,10 @@ def draw(
 
 
 def quantized(x: Tensor, spec: Spec, *, outer_major: bool = False) -> QTensor:
-    """Quantise by the law; static and delayed specs get the scale that fits x.
+    """Quantize with the reference implementation; static and delayed specs use the scale that fits x.
 
-    `outer_major` stores 2-D scales with the rows contiguous: the layout cuBLASLt and DeepGEMM read 1x128 scales in, which a quantiser
-    can write for free. Values and shape are the same.
+    `outer_major` stores 2-D scales with the rows contiguous, the layout in which cuBLASLt and DeepGEMM read 1x128
+    scales and which a quantizer can write for free. Values and shape are the same.
     """
     if spec.mode == "dynamic":
         q = quantize(x, spec)
@@ -76,7 +76,7 @@ def matmul_operands(
     device: torch.device | str = "cpu",
     outer_major: bool = False,
 ) -> tuple[QTensor, QTensor]:
-    """The two quantised operands of a call. Only `a` gets the zero or NaN rows: b is the weight, and those are never ragged."""
+    """Draw the two quantized operands of a call. Only `a` gets zero or NaN rows, since `b` is the weight."""
     weight = "normal" if distribution in ("zero_rows", "nan_row") else distribution
     a = draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
     b = draw(call.n, call.k, distribution=weight, seed=2 * seed + 1, device=device)
@@ -89,5 +89,5 @@ def matmul_operands(
 def quantize_input(
     call: QuantizeCall, *, seed: int = 0, distribution: str = "normal", device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The tensor a QuantizeCall quantises."""
+    """Draw the input of a QuantizeCall."""
     return draw(call.m, call.k, distribution=distribution, seed=seed, device=device, dtype=call.in_dtype)

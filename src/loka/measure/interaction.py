@@ -1,10 +1,11 @@
-"""The benchmark's view of interaction: a Wukong layer around its tower, M examples of K vectors of width N (shape rows x vectors x width).
+"""Benchmark adapter of interaction: a Wukong layer around its tower (shape rows x vectors x width).
 
-A variant is `K/NL+NF`: K mixtures for the products, NL linear mixtures, NF vectors from the tower, e.g. `24/32+32`; options: `project` (the residual is mixed too),
-`gradient` (both gradient kernels instead), and a type. The tower itself is not part of it: its output and its gradient are given.
+A variant is `K/NL+NF`: K mixtures for the products, NL linear mixtures, NF vectors from the tower, e.g. `24/32+32`.
+Options: `project` (the residual is mixed too), `gradient` (both gradient kernels instead), and a dtype. The tower
+itself is not included: its output and gradient are inputs.
 
-Products in FP8 are judged as every fused result (`rounding`), allowing for mixtures that were rounded to 16 bits; the next x and gradients by relative L2, of the
-whole and of every example. The law is the layer's equations in float64.
+The reference is the layer in float64. FP8 products are judged like every fused result (`rounding`), allowing for
+mixtures that were rounded to 16-bit; the next x and gradients by relative L2 error, as a whole and per example.
 """
 
 import re
@@ -27,11 +28,11 @@ from loka.measure.timing import Thunk
 
 _COUNTS = r"(\d+)/(\d+)\+(\d+)"
 NEXT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative L2: mixtures and result are rounded
-GRADIENT = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # four products, rounded in between
+GRADIENT = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # four products with roundings in between
 
 
 def _fits(shape: Shape, variant: str) -> bool:
-    """Whether x can be its own residual; what is no variant is left to be refused with its reason."""
+    """Check whether x has the shape of its residual. True for an invalid variant, which `parse` rejects later."""
     counts, *options = variant.split("|")
     match = re.fullmatch(_COUNTS, counts)
     return match is None or "project" in options or shape[1] == int(match[2]) + int(match[3])
@@ -39,7 +40,7 @@ def _fits(shape: Shape, variant: str) -> bool:
 
 @dataclass(frozen=True)
 class LayerCall(InteractionCall):
-    """A call, and whether it is the gradient."""
+    """A call with the options of its variant."""
 
     gradient: bool = False
 
@@ -49,7 +50,10 @@ class LayerCall(InteractionCall):
 
 @dataclass(frozen=True)
 class LayerOperands:
-    """x, the rows of the mix, the scale of the products, the tower's output; for the gradient those of the products and of next, and next with its rstd."""
+    """x, the mixing weights, the scale of the products and the tower's output.
+
+    For the gradient: the gradients of the products and of `next`, and `next` with its rstd.
+    """
 
     x: Tensor
     weight: Tensor
@@ -63,7 +67,7 @@ class LayerOperands:
 
 @dataclass(frozen=True)
 class Exact:
-    """In float64: normalised products and what their mixtures' rounding does to them, the next x, the factor of its norm."""
+    """In float64: normalized products and their allowed error, the next x, and the factor of its norm."""
 
     products: Tensor
     error: Tensor
@@ -72,14 +76,14 @@ class Exact:
 
 
 class Interaction(Op[LayerCall]):
-    """The layer, or its gradient."""
+    """The interaction of a Wukong layer, or its gradient."""
 
     op = "interaction"
     DIMENSIONS = ("rows", "n", "d")
     VARIANTS = ("24/32+32", "24/32+32|project", "24/32+32|gradient")
 
     def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[LayerCall]:
-        """Every shape (examples, vectors, width) under every variant that it can have."""
+        """Return the calls of every shape with every variant that fits it."""
         pairs = [(shape, variant) for shape in shapes for variant in variants]
         made = [self.parse(shape, variant) for shape, variant in pairs if _fits(shape, variant)]
         if pairs and not made:
@@ -89,7 +93,7 @@ class Interaction(Op[LayerCall]):
         return made
 
     def parse(self, shape: Shape, variant: str) -> LayerCall:
-        """Examples, vectors and width under `K/NL+NF`."""
+        """See `Op.parse`: examples, vectors, width and `K/NL+NF`."""
         spelled = f"K/NL+NF[|project][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
         match, options, dtype = read_variant(variant, _COUNTS, ("project", "gradient"), spelled)
         k, n_l, n_f = (int(part) for part in match.groups())
@@ -100,7 +104,7 @@ class Interaction(Op[LayerCall]):
         return spell_variant(f"{call.k}/{call.n_l}+{call.n_f}", call, ("project", "gradient"))
 
     def operands(self, call: LayerCall, *, seed: int, distribution: str, device: torch.device) -> LayerOperands:
-        """Vectors of the distribution after the norm that made them, mixtures of order one, normal tower output and gradients."""
+        """Draw normalized vectors of the distribution, mixtures of order one, normal tower output and gradients."""
 
         def draw(rows: int, columns: int, part: int, kind: str = "normal") -> Tensor:
             return inputs.draw(rows, columns, distribution=kind, seed=8 * seed + part, device=device)
@@ -123,7 +127,7 @@ class Interaction(Op[LayerCall]):
         )
 
     def thunk(self, backend: Any, call: LayerCall, operands: LayerOperands) -> Thunk:
-        """Both kernels of the layer, or both of its gradient."""
+        """Return both kernels of the layer, or both of its gradient."""
         o = operands
 
         def forward() -> tuple[Any, Tensor]:
@@ -137,7 +141,7 @@ class Interaction(Op[LayerCall]):
         return backward if call.gradient else forward
 
     def check(self, backend: Any, call: LayerCall, operands: LayerOperands) -> Conformance:
-        """Everything it writes, plain and with poisoned allocations."""
+        """Check all outputs, plain and with poisoned allocations."""
         if call.gradient:
             return judge_twice(
                 self.thunk(backend, call, operands), lambda result: _judge_gradient(call, operands, result)
@@ -152,18 +156,18 @@ class Interaction(Op[LayerCall]):
         return judge_twice(self.thunk(backend, call, operands), judge)
 
     def baseline(self, call: LayerCall, operands: LayerOperands) -> Thunk:
-        """The layer in the operands' own type with plain torch and an RMS norm, without quantising; compiled on a GPU. Forward only."""
+        """Return the unquantized layer in plain torch with an RMS norm, forward only; compiled on a GPU."""
         run = compiled(lambda x, w, tower: _plain(call, x, w, tower), operands.x.device)
         return lambda: run(operands.x, operands.weight, operands.tower)
 
     def check_baseline(self, call: LayerCall, operands: LayerOperands) -> Conformance:
-        """The next x by relative L2; the sums are rounded before the norm."""
+        """Check the next x by relative L2, since sums are rounded before the norm."""
         exact = _exact(call, operands.x, operands.weight, operands.tower)
         found = self.baseline(call, operands)()[1]
         return judge_near(found, exact.next, 2 * NEXT[call.dtype], what="the baseline")
 
     def bytes_moved(self, call: LayerCall) -> int:
-        """x and the tower's output in, products and the next x out; backward x, next and both gradients in, dS and dx out."""
+        """Count x, the tower's output, products and next x; for the gradient, x, next, both gradients, dS and dx."""
         item, vectors = call.dtype.itemsize, call.n_f + call.n_l
         if call.gradient:
             inner = call.n * call.k * item + 3 * vectors * call.d * item
@@ -171,14 +175,14 @@ class Interaction(Op[LayerCall]):
         return call.rows * (call.n * call.d * item + call.n * call.k + (call.n_f + vectors) * call.d * item)
 
     def flops(self, call: LayerCall) -> int:
-        """The mixtures and the products; backward each of them twice, and once more for what is computed again."""
+        """Count mixtures and products; for the gradient each of them twice, plus what is recomputed."""
         mixed, products = call.weights * call.n * call.d, call.n * call.k * call.d
         again = call.k * call.n * call.d + products
         return 2 * call.rows * ((2 * (mixed + products) + again) if call.gradient else mixed + products)
 
 
 def _layer(call: InteractionCall, x: Tensor, weight: Tensor, tower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Products before their norm, their mixtures, and the sums before the last norm."""
+    """Compute the products before their norm, their mixtures, and the sums before the last norm."""
     mixed = weight @ x
     mixtures = mixed[:, call.n_l : call.n_l + call.k]
     residual = mixed[:, call.n_l + call.k :] if call.project else x
@@ -210,7 +214,7 @@ def _plain(call: InteractionCall, x: Tensor, weight: Tensor, tower: Tensor) -> t
 
 
 def _judge_gradient(call: LayerCall, o: LayerOperands, result: tuple[Tensor, ...]) -> Conformance:
-    """dS from next and its rstd; dx and dW by autograd in float64, from the dS that the backend made."""
+    """Check dS; then dx and dW against autograd in float64, given the backend's dS."""
     ds, dx, dw = result
     n, g = o.next.double(), o.dnext.double()
     exact_ds = o.rstd.double()[..., None] * (g - n * (g * n).mean(-1, keepdim=True))

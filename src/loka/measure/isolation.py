@@ -1,13 +1,14 @@
-"""Isolation: run something that may crash in a process of its own, and keep the reason.
+"""Run code that may crash in a child process, and record why it failed.
 
-A third-party kernel can end the process (abort, segmentation fault), never end (a hang), or leave the CUDA context poisoned, after which every
-later call fails, the innocent ones too. Each of these becomes a recorded refusal here, and the parent lives on.
+A third-party kernel can end the process (abort, segmentation fault), hang, or corrupt the CUDA context, after which
+every later call fails. Here each of these becomes a recorded refusal, and the parent continues.
 
     outcomes = map_isolated("package.module:function", cases, timeout=60)
 
-starts one child, calls `function(**case)` for each case and reads one JSON line per finished case. When the child dies or its context is
-poisoned, the case it was at is refused with the reason and a new child carries on with the next. After `max_crashes` the rest is refused
-unrun. Arguments and results are JSON values: nothing is pickled, so nothing of the parent leaks into the child.
+starts one child, calls `function(**case)` for each case and reads one JSON line per finished case. If the child dies or
+its context is corrupted, the current case is refused with the reason and a new child continues with the next. After
+`max_crashes` the remaining cases are refused without being run. Arguments and results are JSON values: nothing is
+pickled, so no state of the parent leaks into the child.
 """
 
 import os
@@ -29,7 +30,7 @@ POISONED = 87  # exit status of a child whose CUDA context no longer works
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case gave: a value, or the reason there is none."""
+    """The result of a case: a value, or the reason why there is none."""
 
     value: Any = None
     refusal: str | None = None
@@ -48,8 +49,8 @@ def run_isolated(target: str, case: dict[str, Any], *, timeout: float) -> Outcom
 def map_isolated(
     target: str, cases: Sequence[dict[str, Any]], *, timeout: float, case_timeout: float = 60.0, max_crashes: int = 3
 ) -> list[Outcome]:
-    """Call a function for each case in child processes; `timeout` bounds all of it, `case_timeout` the wait for any one case."""
-    _resolve(target)  # a wrong name is the caller's error, not a crash
+    """Call a function for each case in child processes. `timeout` limits the total time, `case_timeout` each case."""
+    _resolve(target)  # a wrong name is the caller's mistake, not a crash
     end = time.monotonic() + timeout
     outcomes: list[Outcome] = []
     crashes = 0
@@ -62,20 +63,20 @@ def map_isolated(
         elif crashes >= max_crashes:
             outcomes += [Outcome(refusal=f"not run: crashed {crashes} times before")] * (len(cases) - len(outcomes))
         else:
-            finished, failure = _child(target, cases[len(outcomes) :], left, case_timeout)
+            finished, failure = _run_child(target, cases[len(outcomes) :], left, case_timeout)
             outcomes += finished
             if failure is not None and len(outcomes) < len(cases):
                 outcomes.append(Outcome(refusal=failure))
                 crashes += 1
             elif failure is not None:
-                crashes += 1  # it answered everything and died on the way out; the answers stand
+                crashes += 1  # it died on exit, after all results were written: they are valid
     return outcomes
 
 
-def _child(
+def _run_child(
     target: str, cases: Sequence[dict[str, Any]], seconds: float, case_seconds: float
 ) -> tuple[list[Outcome], str | None]:
-    """Run one child to its end; the outcomes of the cases it finished, and how it failed, if it did."""
+    """Run one child until it ends. Returns the outcomes of the cases it finished, and how it failed, if it did."""
     with tempfile.TemporaryDirectory(prefix="loka-isolated-") as folder:
         question, answer, noise = Path(folder) / "cases.json", Path(folder) / "outcomes.jsonl", Path(folder) / "stderr"
         question.write_bytes(msgspec.json.encode(list(cases)))
@@ -87,7 +88,7 @@ def _child(
                 stdin=stdin, stdout=stderr, stderr=stderr, env=environment, start_new_session=True,
             )  # fmt: skip
             late = _wait(process, answer, seconds, case_seconds)
-        finished = [_outcome(line) for line in answer.read_bytes().split(b"\n")[:-1]]
+        finished = [_decode_outcome(line) for line in answer.read_bytes().split(b"\n")[:-1]]
         tail = " ".join(noise.read_text(errors="replace").split())[-300:]
     if late is not None:
         return finished, late
@@ -97,7 +98,7 @@ def _child(
 
 
 def _wait(process: "subprocess.Popen[bytes]", answer: Path, seconds: float, case_seconds: float) -> str | None:
-    """Wait for the child; end it and say so when it, or one of its cases, takes too long."""
+    """Wait for the child. If it or one of its cases takes too long, kill it and return the reason."""
     end = time.monotonic() + seconds
     size, progress = 0, time.monotonic()
     while process.poll() is None:
@@ -106,7 +107,7 @@ def _wait(process: "subprocess.Popen[bytes]", answer: Path, seconds: float, case
             size, progress = answer.stat().st_size, time.monotonic()
         now = time.monotonic()
         if now > end or now - progress > case_seconds:
-            os.killpg(process.pid, signal.SIGKILL)  # the child's own group: it leads the session it was started in
+            os.killpg(process.pid, signal.SIGKILL)  # only the child's group: it was started in a new session
             process.wait()
             return f"timed out after {now - progress:.0f} s without an answer"
     return None
@@ -118,7 +119,7 @@ def _describe(status: int) -> str:
     return "poisoned the CUDA context" if status == POISONED else f"exited with status {status}"
 
 
-def _outcome(line: bytes) -> Outcome:
+def _decode_outcome(line: bytes) -> Outcome:
     fields = msgspec.json.decode(line)
     return Outcome(fields.get("value"), fields.get("refusal"))
 
@@ -132,7 +133,7 @@ def _resolve(target: str) -> Any:
 
 
 def _cuda_works() -> bool:
-    """Whether a CUDA context that was used still is usable. Initialises nothing."""
+    """Check that the CUDA context, if there is one, still works. Does not initialize CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return True
@@ -144,7 +145,7 @@ def _cuda_works() -> bool:
 
 
 def main(target: str, answer: str) -> int:
-    """The child: answer each case of stdin with a line."""
+    """Run the child process: read cases from stdin and append one line per result to the file `answer`."""
     function = _resolve(target)
     with Path(answer).open("ab", buffering=0) as file:
         for case in msgspec.json.decode(sys.stdin.buffer.read()):
@@ -152,15 +153,15 @@ def main(target: str, answer: str) -> int:
                 fields = {"value": function(**case)}
                 if not _cuda_works():
                     raise RuntimeError("the CUDA context failed after the call returned")
-            except Exception as error:  # every failure of the code under test is data here
+            except Exception as error:  # a failure of the code under test is a result
                 message = f"{type(error).__name__}: {error}"
                 if not _cuda_works():
                     print(message, file=sys.stderr, flush=True)
-                    os._exit(POISONED)  # no clean-up: destructors on a dead context hang or abort
+                    os._exit(POISONED)  # no cleanup: destructors on a dead context hang or abort
                 fields = {"refusal": message}
             file.write(msgspec.json.encode(fields) + b"\n")
     return 0
 
 
-if __name__ == "__main__":  # run as a file and not as a module: the child imports what its target needs and no more
+if __name__ == "__main__":  # run as a file, not as a module, so that the child imports only what its target needs
     sys.exit(main(*sys.argv[1:]))

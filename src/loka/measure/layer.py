@@ -1,10 +1,11 @@
-"""The benchmark's view of fused_linear: the layer, its training form and its gradient, beside the bare FP8 GEMM of the same operands.
+"""Benchmark adapter of fused_linear: the layer for inference and training, and its gradient. Rival: the bare FP8 GEMM.
 
-    e4m3:tensor@e4m3:tensor>e4m3:tensor:static                    inference form: BlockNorm-256 and hard swish unless told otherwise
-    e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose     what training runs; options: an activation, nonorm, bias
-    gradient>e4m3:tensor:delayed+e4m3:tensor:delayed              from dy to the quantised gradient and its transpose
+    e4m3:tensor@e4m3:tensor>e4m3:tensor:static                  inference; BlockNorm-256 and hard swish by default
+    e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose   training; options: an activation, nonorm, bias
+    gradient>e4m3:tensor:delayed+e4m3:tensor:delayed            from dy to the quantized gradient and its transpose
 
-Judged against float64 (`rounding`), not against the float32 reference: the sum of a tensor core may differ from it by more than half an FP8 code.
+Compared with float64 (`rounding`), not with the float32 reference: a tensor core sum may differ from that by more than
+half an FP8 step.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class LayerOperands:
 
 @dataclass(frozen=True)
 class GradientOperands:
-    """Of the gradient: dy, what forward kept, the delayed scale; p in bf16 for the baseline."""
+    """Operands of the gradient: dy, what forward saved, the delayed scale; p in bf16 for the baseline."""
 
     dy: Tensor
     z: QTensor | Tensor
@@ -84,7 +85,7 @@ class FusedLinear(Op[FusedCall | GradientCall]):
     OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose"})
 
     def parse(self, shape: Shape, variant: str) -> FusedCall | GradientCall:
-        """M, K and N; a gradient has no K, so shapes that differ only in it are one call."""
+        """See `Op.parse`. A gradient has no K, so shapes that differ only in K are one call."""
         head, output, options, activation = split_variant(variant, set(self.OPTIONS))
         m, k, n = shape
         block, chosen = 0 if "nonorm" in options else NORM_BLOCK, activation or "hard_swish"
@@ -112,13 +113,13 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         return "|".join([head, *options])
 
     def shape(self, call: FusedCall | GradientCall) -> dict[str, int]:
-        """M, K, N; a gradient has no K."""
+        """Return M, K and N; a gradient has no K."""
         return {"m": call.m, **({"k": call.k} if isinstance(call, FusedCall) else {}), "n": call.n}
 
     def operands(
         self, call: FusedCall | GradientCall, *, seed: int, distribution: str, device: torch.device
     ) -> LayerOperands | GradientOperands:
-        """Quantised operands and their bf16 values; for a gradient dy and what forward keeps."""
+        """Draw quantized operands with their bf16 values; for a gradient, dy and what forward saves."""
         if isinstance(call, GradientCall):
             return _gradient_operands(call, seed, distribution, device)
         matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b)
@@ -128,13 +129,13 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         if isinstance(call.out, Spec) and call.out.mode != "dynamic":
             scale = torch.full((), NORMALIZED_SCALE, device=device)
             if not call.norm_block:
-                # From the largest |z|, which bounds |y| (tanh and sigmoid, whose bound is 1, apart): z is kept with the same scale.
+                # z is saved with the same scale; max |z| bounds |y|, except for tanh and sigmoid
                 z, y, _ = _layer_law(call, a, b, bias)
                 scale = scale_from_amax(torch.maximum(z.abs().max(), y.abs().max()), call.out)
         return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16))
 
     def thunk(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Thunk:
-        """The layer, or its gradient."""
+        """Return the layer, or its gradient."""
         if isinstance(call, GradientCall):
             o: GradientOperands = operands
             return lambda: backend.gradient(o.dy, o.z, o.rstd, call, scale=o.scale)
@@ -142,7 +143,7 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         return lambda: backend.run(p.a, p.b, call, out_scale=p.scale, bias=p.bias)
 
     def check(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Conformance:
-        """Everything it writes against float64, plain and with poisoned allocations."""
+        """Check all outputs against float64, plain and with poisoned allocations."""
         if isinstance(call, GradientCall):
             g = _gradient_law(call, operands)
             return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_gradient(result, g))
@@ -150,7 +151,7 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_layer(result, z, y, error))
 
     def baseline(self, call: FusedCall | GradientCall, operands: Any) -> Thunk:
-        """Linear + RMSNorm + SiLU in bf16, or the backward of the latter two; compiled on a GPU."""
+        """Return linear + RMSNorm + SiLU in bf16, or the backward of the latter two; compiled on a GPU."""
         if isinstance(call, GradientCall):
             backward = compiled(bf16_gradient, operands.dy.device)
             return lambda: backward(operands.dy, operands.p)
@@ -158,7 +159,7 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         return lambda: forward(operands.x, operands.w)
 
     def check_baseline(self, call: FusedCall | GradientCall, operands: Any) -> Conformance:
-        """Against float64, where the linear's output may be rounded to bf16 before the norm."""
+        """Check against float64, allowing the linear's output to be rounded to bf16 before the norm."""
         if isinstance(call, GradientCall):
             expected = bf16_gradient(operands.dy.double(), operands.p.double())
             size = expected.abs().amax(1, keepdim=True).expand_as(expected) if expected.numel() else expected
@@ -169,11 +170,11 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         terms = (x.square() @ w.square().T + p.square()).sqrt() * factor
         allowed = STEEPEST * 2 * conformance.baseline_tolerance(torch.bfloat16, call.k)
         law = Law(F.silu(p * factor), terms)
-        # Not poisoned: torch's deterministic mode would have it compiled a second time.
+        # not poisoned: torch's deterministic mode would cause a recompilation
         return conformance.judge_runs(self.baseline(call, operands), law, allowed, torch.bfloat16, poison=False)
 
     def rivals(self, call: FusedCall | GradientCall, sets: Sequence[Any]) -> list[Rival]:
-        """The bare FP8 GEMM of the same operands with a bf16 result, by torch and by our kernel."""
+        """Return the bare FP8 GEMM of the same operands with bf16 output, by torch and by the Triton kernel."""
         if isinstance(call, GradientCall):
             return []
         described = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
@@ -187,7 +188,7 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         return rivals
 
     def bytes_moved(self, call: FusedCall | GradientCall) -> int:
-        """Operands in, results out; scales and rstd are left out, which makes the floor a floor."""
+        """Count operands and results. Scales and rstd are left out, so it is a lower bound."""
         if isinstance(call, GradientCall):
             return call.m * call.n * (call.in_dtype.itemsize + (1 if call.norm_block else 2) + 2)
         out = 1 if isinstance(call.out, Spec) else call.out.itemsize
@@ -196,7 +197,7 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         return (call.m + call.n) * call.k + call.m * call.n * (out + kept)
 
     def flops(self, call: FusedCall | GradientCall) -> int:
-        """2 M K N forward; the gradient up to the GEMMs has none."""
+        """Return 2 M K N for forward; 0 for the gradient, whose GEMMs are not included."""
         return 0 if isinstance(call, GradientCall) else 2 * call.m * call.k * call.n
 
 
@@ -205,7 +206,7 @@ def _bare_gemm(backend: Any, operands: LayerOperands) -> Thunk:
 
 
 def _layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """z and y in float64, and what adding K products may have done to them on this device."""
+    """Compute z and y in float64, and their largest accumulation error on this device."""
     left, right = a.dequantize().double(), b.dequantize().double()
     law = conformance.law_of_values(left, right)
     p = law.y if bias is None else law.y + bias.double()
@@ -221,7 +222,7 @@ def _judge_layer(result: FusedResult, z: Tensor, y: Tensor, error: Tensor) -> Co
     verdicts = [judge_rounded(result.y, y, error, what="y")]
     if result.y_t is not None:
         verdicts.append(judge_rounded(result.y_t, y.T, error.T, what="y_t"))
-    if result.z is not None and result.z is not result.y:  # where backward reads y, it has been judged
+    if result.z is not None and result.z is not result.y:  # y was judged already
         verdicts.append(judge_rounded(result.z, z, error, what="z"))
     return worst_of(verdicts)
 
@@ -238,7 +239,7 @@ def _gradient_operands(call: GradientCall, seed: int, distribution: str, device:
 
 
 def _gradient_law(call: GradientCall, operands: GradientOperands) -> Tensor:
-    """g in float64 from what was kept."""
+    """Compute g in float64 from what forward saved."""
     z = (operands.z.dequantize() if isinstance(operands.z, QTensor) else operands.z).double().requires_grad_()
     (slope,) = torch.autograd.grad(ACTIVATE[call.activation](z).sum(), z)
     g, z = operands.dy.double() * slope, z.detach()
@@ -263,5 +264,7 @@ def _judge_gradient(result: GradientResult, g: Tensor) -> Conformance:
             judge_rounded(result.bias[None].float(), g.sum(0, keepdim=True), slack, what="the bias gradient")
         )
     if g.numel() and abs(float(result.amax) / float(g.abs().max()) - 1) > FLOAT32:
-        verdicts.append(Conformance(False, torch.inf, 1.0, f"amax is {float(result.amax)}, law {float(g.abs().max())}"))
+        verdicts.append(
+            Conformance(False, torch.inf, 1.0, f"amax is {float(result.amax)}, expected {float(g.abs().max())}")
+        )
     return worst_of(verdicts)

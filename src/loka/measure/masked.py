@@ -1,9 +1,11 @@
-"""The benchmark's view of masked attention: M rows of H heads over histories of at most N positions (shape rows x heads x length), padded to one length.
+"""Benchmark adapter of masked_attention: histories padded to one length (shape rows x heads x length).
 
-A variant is the width of a head, e.g. `64`; options: `even` (every history as long as it may be; otherwise from a part of it to all, as many parts as rows), `gradient` (forward and backward), and a type. The queries are
-those of the same history, so that only real positions are answered.
+A variant is the width of a head, e.g. `64`. Options: `even` (every history has the full length; otherwise lengths are
+spread evenly up to it), `gradient` (forward and backward), and a dtype. Queries come from the same histories, so only
+real positions are computed.
 
-Results and gradients are judged by relative L2 against float64, all together and row by row: 16-bit kernels round weights before they multiply the values.
+Results and gradients are judged by relative L2 error against float64, as a whole and per row, since 16-bit kernels
+round the weights before they multiply the values.
 """
 
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ NAMES = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class PaddedAttention(MaskedAttentionCall):
-    """A call, and what its histories and passes are."""
+    """A call with the options of its variant."""
 
     even: bool = False
     gradient: bool = False
@@ -41,7 +43,7 @@ class PaddedAttention(MaskedAttentionCall):
 
 @dataclass(frozen=True)
 class MaskedOperands:
-    """What the op takes, and the gradient of its output."""
+    """The op's inputs, and the gradient of its output."""
 
     q: Tensor
     k: Tensor
@@ -51,14 +53,14 @@ class MaskedOperands:
 
 
 class MaskedAttention(Op[PaddedAttention]):
-    """Softmax attention over the keys that a mask names."""
+    """Softmax attention over the keys selected by a mask."""
 
     op = "masked_attention"
     DIMENSIONS = ("rows", "heads", "length=keys")
     VARIANTS = ("32", "64|gradient", "128")
 
     def parse(self, shape: Shape, variant: str) -> PaddedAttention:
-        """Rows, heads and length under a width."""
+        """See `Op.parse`: rows, heads, length and the width of a head."""
         match, options, dtype = read_variant(variant, r"(\d+)", FLAGS, f"D[|even][|gradient][|dtype]; e.g. {self.VARIANTS[1]}")  # fmt: skip
         rows, heads, length = shape
         return PaddedAttention(rows, length, length, heads, heads, int(match[1]), dtype, *(name in options for name in FLAGS))  # fmt: skip
@@ -68,7 +70,7 @@ class MaskedAttention(Op[PaddedAttention]):
         return spell_variant(str(call.d), call, FLAGS)
 
     def operands(self, call: PaddedAttention, *, seed: int, distribution: str, device: torch.device) -> MaskedOperands:
-        """Keys of the distribution; normal queries, values and gradients; as a projection writes them, heads of a position side by side."""
+        """Draw keys from the distribution, the rest normal, in a projection's layout: heads of a position adjacent."""
 
         def draw(part: int, kind: str = "normal") -> Tensor:
             made = inputs.draw(call.rows * call.keys * call.heads, call.d, distribution=kind, seed=8 * seed + part, device=device, dtype=call.dtype)  # fmt: skip
@@ -78,7 +80,7 @@ class MaskedAttention(Op[PaddedAttention]):
         return MaskedOperands(draw(0), draw(1, distribution), draw(2), mask, draw(3))
 
     def thunk(self, backend: Any, call: PaddedAttention, operands: MaskedOperands) -> Thunk:
-        """Forward, or forward and backward."""
+        """Return the forward pass, or forward and backward."""
         o, scale = operands, call.d**-0.5
         if not call.gradient:
             return lambda: backend.run(o.q, o.k, o.v, o.mask, o.mask, scale=scale)
@@ -91,7 +93,7 @@ class MaskedAttention(Op[PaddedAttention]):
         return both
 
     def check(self, backend: Any, call: PaddedAttention, operands: MaskedOperands) -> Conformance:
-        """The result and, where asked, the gradients against float64, plain and with poisoned allocations."""
+        """Check the result and, for `gradient`, the gradients, plain and with poisoned allocations."""
         law = _law(call, operands)
 
         def judge(result: Any) -> Conformance:
@@ -108,25 +110,25 @@ class MaskedAttention(Op[PaddedAttention]):
         return judge_twice(self.thunk(backend, call, operands), judge)
 
     def baseline(self, call: PaddedAttention, operands: MaskedOperands) -> Thunk:
-        """torch's attention with the same mask, every position answered; compiled on a GPU. Forward only."""
+        """Return torch's attention with the same mask, forward only, for all positions; compiled on a GPU."""
         o = operands
         run = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=o.mask[:, None, None]), o.q.device)  # fmt: skip
         return lambda: run(o.q, o.k, o.v)
 
     def check_baseline(self, call: PaddedAttention, operands: MaskedOperands) -> Conformance:
-        """Where a position is real."""
+        """Check the real positions."""
         law = _law(call, operands, forward=True)[0]
         out = self.baseline(call, operands)() * operands.mask[:, None, :, None]
         return judge_near(out, law, ALLOWED[call.dtype], what="the baseline")
 
     def bytes_moved(self, call: PaddedAttention) -> int:
-        """Queries, keys and values of real positions in, a result for every position out; with the gradient all of them once more, and the gradient of the result."""
+        """Count inputs at real positions and results at all positions; for the gradient, backward's as well."""
         width = call.heads * call.d * call.dtype.itemsize
         real, whole = sum(_lengths(call)) * width, call.rows * call.keys * width
         return 3 * real + whole + (4 * real + 3 * whole if call.gradient else 0)
 
     def flops(self, call: PaddedAttention) -> int:
-        """Two products over the pairs that see one another; five more backward."""
+        """Count two products over the pairs of positions that attend; five more for backward."""
         pairs = sum(n * n for n in _lengths(call)) * call.heads
         return 2 * pairs * call.d * (7 if call.gradient else 2)
 
@@ -136,7 +138,7 @@ def _lengths(call: PaddedAttention) -> list[int]:
 
 
 def _law(call: PaddedAttention, o: MaskedOperands, *, forward: bool = False) -> list[Tensor]:
-    """The result in float64, and the gradients of queries, keys and values."""
+    """Compute the result in float64 and, for `gradient`, the gradients of queries, keys and values."""
     differentiate = call.gradient and not forward
     q, k, v = leaves = [getattr(o, name).double().requires_grad_(differentiate) for name in NAMES]
     out = reference.run(q, k, v, o.mask, o.mask, scale=call.d**-0.5)

@@ -1,6 +1,8 @@
-"""The benchmark's view of mixed_dots: products of N vectors of width D with K mixtures of them, of M examples (shape examples x vectors x width).
+"""Benchmark adapter of mixed_dots: products of an example's vectors with K mixtures of them (shape examples x vectors x
+width).
 
-A variant is `mixtures=K`; options: `gradient` (dx and dW instead), and a type. Judged against float64, element by element; mixtures are rounded to the operands' type, which is part of the law.
+A variant is `mixtures=K`. Options: `gradient` (dx and dW instead), and a dtype. Compared with float64, element by
+element; the tolerance allows for mixtures that are rounded to the operands' dtype.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from loka.measure.timing import Thunk
 
 @dataclass(frozen=True)
 class MixturesCall(MixedDotsCall):
-    """A call, and whether it is the gradient."""
+    """A call with the options of its variant."""
 
     gradient: bool = False
 
@@ -30,7 +32,7 @@ class MixturesCall(MixedDotsCall):
 
 @dataclass(frozen=True)
 class MixturesOperands:
-    """The vectors, the rows that mix them, and the gradient of their products."""
+    """The vectors, the mixing weights, and the gradient of the products."""
 
     x: Tensor
     weight: Tensor
@@ -45,7 +47,7 @@ class MixedDots(Op[MixturesCall]):
     VARIANTS = ("mixtures=24", "mixtures=24|gradient")
 
     def parse(self, shape: Shape, variant: str) -> MixturesCall:
-        """Examples, vectors and width under `mixtures=K`."""
+        """See `Op.parse`: examples, vectors, width and `mixtures=K`."""
         spelled = f"mixtures=K[|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
         head, options, dtype = read_variant(variant, r"mixtures=([1-9][0-9]*)", ("gradient",), spelled)
         return MixturesCall(*shape, int(head[1]), dtype, "gradient" in options)
@@ -55,7 +57,7 @@ class MixedDots(Op[MixturesCall]):
         return spell_variant(f"mixtures={call.k}", call, ("gradient",))
 
     def operands(self, call: MixturesCall, *, seed: int, distribution: str, device: torch.device) -> MixturesOperands:
-        """Vectors of the distribution, normal rows and gradients."""
+        """Draw vectors from the distribution, and normal weights and gradients."""
         options: dict[str, Any] = {"device": device, "dtype": call.dtype}
         x = inputs.draw(call.b * call.n, call.d, distribution=distribution, seed=3 * seed, **options)
         weight = inputs.draw(call.k, call.n, seed=3 * seed + 1, **options) / call.n**0.5
@@ -63,14 +65,14 @@ class MixedDots(Op[MixturesCall]):
         return MixturesOperands(x.view(call.b, call.n, call.d), weight, dp.view(call.b, call.n, call.k))
 
     def thunk(self, backend: Any, call: MixturesCall, operands: MixturesOperands) -> Thunk:
-        """The products; or dx and dW."""
+        """Return the products, or dx and dW."""
         o = operands
         if call.gradient:
             return lambda: backend.gradient(o.dp, o.x, o.weight)
         return lambda: backend.run(o.x, o.weight)
 
     def check(self, backend: Any, call: MixturesCall, operands: MixturesOperands) -> Conformance:
-        """Against float64, plain and with poisoned allocations."""
+        """Check against float64, plain and with poisoned allocations."""
         run: Any = self.thunk(backend, call, operands)
         if not call.gradient:
             return _judge(run, _products(operands), call, call.dtype)
@@ -79,32 +81,32 @@ class MixedDots(Op[MixturesCall]):
         return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
 
     def baseline(self, call: MixturesCall, operands: MixturesOperands) -> Thunk:
-        """Two batched products, as models write it; compiled on a GPU. Forward only."""
+        """Return two batched products, forward only; compiled on a GPU."""
         o = operands
         run = compiled(lambda x, w: torch.bmm(x, torch.einsum("bnd,kn->bdk", x, w)), o.x.device)
         return lambda: run(o.x, o.weight)
 
     def check_baseline(self, call: MixturesCall, operands: MixturesOperands) -> Conformance:
-        """Against float64."""
+        """Check against float64."""
         return _judge(self.baseline(call, operands), _products(operands), call, call.dtype, poison=False)
 
     def bytes_moved(self, call: MixturesCall) -> int:
-        """Vectors in, products out; backward vectors and gradients in, dx out."""
+        """Count vectors and products; for the gradient, vectors, gradients and dx."""
         return call.b * call.n * call.dtype.itemsize * (call.d * (1 + call.gradient) + call.k)
 
     def flops(self, call: MixturesCall) -> int:
-        """Two products; twice as many backward."""
+        """Count two products; twice as many for the gradient."""
         return 4 * call.b * call.n * call.d * call.k * (1 + call.gradient)
 
 
 def _judge(run: Thunk, law: Law, call: MixturesCall, dtype: torch.dtype, *, poison: bool = True) -> Conformance:
     terms = call.b * call.d if dtype != call.dtype else max(call.n, call.d)
-    allowed = 2 * conformance.baseline_tolerance(call.dtype, terms)  # two products, and 16 bits in between
+    allowed = 2 * conformance.baseline_tolerance(call.dtype, terms)  # two products, with a 16-bit rounding in between
     return conformance.judge_runs(lambda: run().flatten(1), law, allowed, dtype, poison=poison)
 
 
 def _products(o: MixturesOperands) -> Law:
-    """X (W X)^T in float64, with the size that errors are measured in."""
+    """Compute X (W X)^T in float64, with the size that errors are relative to."""
     x, w = o.x.double(), o.weight.double()
     y = w @ x
     p = x @ y.mT
@@ -113,7 +115,7 @@ def _products(o: MixturesOperands) -> Law:
 
 
 def _gradients(o: MixturesOperands) -> tuple[Law, Law]:
-    """dX = dP Y + W^T dY and dW = sum of dY X^T in float64, with dY = dP^T X."""
+    """Compute dX = dP Y + W^T dY and dW = sum of dY X^T in float64, with dY = dP^T X."""
     x, w, dp = (t.double() for t in (o.x, o.weight, o.dp))
     y, dy = w @ x, dp.mT @ x
     y_terms = w.square() @ x.square() + y.square()

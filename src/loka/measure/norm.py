@@ -1,8 +1,9 @@
-"""The benchmark's view of norm_quantize: norm + activation + quantise in one pass, beside the quantiser alone and a copy.
+"""Benchmark adapter of norm_quantize: norm + activation + quantization in one pass. Rivals: the quantizer alone, a
+copy.
 
-A variant is `NORM>SPEC|option`, e.g. `rms>e4m3:row|hard_swish`; options are an activation, affine, residual, transpose,
-and a type for the unquantised output. Gradients are `gradient NORM>...` (`norm_gradient`).
-Judged against float64 (`rounding`): the float32 reference and a kernel may put an element that lies between two codes on different sides.
+A variant is `NORM>SPEC|option`, e.g. `rms>e4m3:row|hard_swish`. Options: an activation, affine, residual, transpose,
+and a dtype for the unquantized output. Gradients are `gradient NORM>...` (`norm_gradient`). Compared with float64
+(`rounding`): the float32 reference and a kernel may round an element between two codes differently.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from loka.measure.timing import Rival, Thunk
 
 
 class NormQuantize(Op[NormCall | NormGradientCall]):
-    """Norm + activation + quantise of x [M, K]; N is ignored."""
+    """Norm + activation + quantization of x [M, K]; N is ignored."""
 
     op = "norm_quantize"
     VARIANTS = tuple(
@@ -37,7 +38,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
     OPTIONS = frozenset({"affine", "residual", "transpose", *DTYPES})
 
     def parse(self, shape: Shape, variant: str) -> NormCall | NormGradientCall:
-        """M and K under a variant."""
+        """See `Op.parse`: M, K and `NORM>SPEC`."""
         m, k, _ = shape
         norm, spec, options, activation = split_variant(variant, set(self.OPTIONS))
         if norm.startswith(norm_gradient.HEAD):
@@ -49,7 +50,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         )  # fmt: skip
 
     def _spec(self, call: NormCall) -> Spec:
-        assert call.spec is not None  # no variant is without
+        assert call.spec is not None  # every variant has one
         return call.spec
 
     def spell(self, call: NormCall | NormGradientCall) -> str:
@@ -61,7 +62,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         return "|".join([f"{call.norm}>{call.spec}", *options])
 
     def operands(self, call: NormCall | NormGradientCall, *, seed: int, distribution: str, device: torch.device) -> Any:
-        """x, and the residual, parameters and scale where the call has them."""
+        """Draw x, and the residual, parameters and scale if the call has them."""
         if isinstance(call, NormGradientCall):
             return norm_gradient.draw_operands(call, seed=seed, distribution=distribution, device=device)
         options: dict[str, Any] = {"device": device, "dtype": call.in_dtype}
@@ -77,14 +78,14 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         return made
 
     def thunk(self, backend: Backend, call: NormCall | NormGradientCall, operands: Any) -> Thunk:
-        """The fused norm."""
+        """See `Op.thunk`."""
         if isinstance(call, NormGradientCall):
             return norm_gradient.make_thunk(backend, call, operands)
         x, rest = operands["x"], {key: value for key, value in operands.items() if key != "x"}
         return lambda: backend.run(x, call, **rest)
 
     def check(self, backend: Backend, call: NormCall | NormGradientCall, operands: Any) -> Conformance:
-        """q, h and the 16-bit output against float64, plain and with poisoned allocations."""
+        """Check q, h and the 16-bit output against float64, plain and with poisoned allocations."""
         if isinstance(call, NormGradientCall):
             made: NormGradientCall = call
             judged = judge_twice(
@@ -94,7 +95,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
             return worst_of([judged, raised])
 
         def judge(result: NormResult) -> Conformance:
-            h = cast(Tensor, result.h)  # no operand here is FP8
+            h = cast(Tensor, result.h)  # operands are never FP8 here
             y = self._exact(call, h, operands)
             error = FLOAT32 * y.abs().nan_to_num(0.0).amax(1, keepdim=True).expand_as(y) if y.numel() else y
             verdicts = [judge_rounded(cast(QTensor, result.q), y, error, what="q")]
@@ -119,7 +120,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         return ACTIVATE[call.activation](p)
 
     def baseline(self, call: NormCall | NormGradientCall, operands: Any) -> Thunk:
-        """Norm + activation in bf16 (an RMS norm for block norm), without quantising."""
+        """Return norm + activation in bf16 (RMS norm in place of block norm), without quantization."""
         if isinstance(call, NormGradientCall):
             return norm_gradient.make_baseline(call, operands)
         x = operands["x"]
@@ -128,7 +129,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         return lambda: run(x)
 
     def check_baseline(self, call: NormCall | NormGradientCall, operands: Any) -> Conformance:
-        """Against the same in float64; one rounding between norm and activation is allowed."""
+        """Check against float64, allowing one rounding between norm and activation."""
         if isinstance(call, NormGradientCall):
             return norm_gradient.judge_baseline(self.baseline(call, operands)(), call, operands)
         x = operands["x"]
@@ -139,7 +140,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         )
 
     def rivals(self, call: NormCall | NormGradientCall, sets: Sequence[Any]) -> list[Rival]:
-        """The quantiser alone, and a copy."""
+        """Return the quantizer alone, and a copy."""
         if isinstance(call, NormGradientCall):
             return []
         first = sets[0]["x"]
@@ -154,7 +155,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         return rivals
 
     def bytes_moved(self, call: NormCall | NormGradientCall) -> int:
-        """x in, FP8 out, once more for the transpose; the residual in and h out; y out."""
+        """Count x, the FP8 outputs, the residual and h, and y."""
         if isinstance(call, NormGradientCall):
             return norm_gradient.bytes_moved(call)
         item = call.in_dtype.itemsize

@@ -1,6 +1,7 @@
-"""The benchmark's view of norm_quantize's gradient: from dy and what forward kept to dx, in 16 bits or in FP8 both ways, dweight and dbias.
+"""Benchmark adapter of norm_quantize's gradient: dx (16-bit, or FP8 with its transpose), dweight and dbias from dy.
 
-A variant is `gradient NORM>OUTPUT|option`, e.g. `gradient layer>e4m3:tensor:delayed|silu|affine`, or with a type for OUTPUT: `gradient rms>bfloat16|relu`. Judged against autograd in float64.
+A variant is `gradient NORM>OUTPUT|option`, where OUTPUT is a Spec or a dtype, e.g.
+`gradient layer>e4m3:tensor:delayed|silu|affine` or `gradient rms>bfloat16|relu`. Compared with autograd in float64.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ _SLACK = 8 * FLOAT32  # of the row's largest: two means of products, an approxim
 
 @dataclass(frozen=True)
 class NormGradientOperands:
-    """dy, what forward kept, the parameters, the given scale of an FP8 gradient."""
+    """dy, what forward saved, the parameters, and the scale of an FP8 gradient."""
 
     dy: Tensor
     h: Tensor
@@ -37,7 +38,7 @@ class NormGradientOperands:
 
 
 def parse(m: int, k: int, head: str, output: str, options: set[str], activation: str) -> NormGradientCall:
-    """The call of a variant."""
+    """Return the call of a variant."""
     if options - {"affine"}:
         raise ValueError(f"a gradient has the options affine and an activation, not {', '.join(sorted(options))}")
     kind, spec = (DTYPES[output], None) if output in DTYPES else (torch.bfloat16, Spec.parse(output))
@@ -45,7 +46,7 @@ def parse(m: int, k: int, head: str, output: str, options: set[str], activation:
 
 
 def spell(call: NormGradientCall) -> str:
-    """The variant of a call."""
+    """Return the variant of a call."""
     output = call.spec or str(call.in_dtype).removeprefix("torch.")
     return "|".join([f"{HEAD}{call.norm}>{output}", call.activation, *(["affine"] if call.affine else [])])
 
@@ -53,7 +54,7 @@ def spell(call: NormGradientCall) -> str:
 def draw_operands(
     call: NormGradientCall, *, seed: int, distribution: str, device: torch.device
 ) -> NormGradientOperands:
-    """h of the distribution, its statistics in float32, normal dy; an FP8 gradient gets the scale that fits it."""
+    """Draw h from the distribution, with float32 statistics, and normal dy; an FP8 gradient gets a fitting scale."""
 
     def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
         return inputs.draw(rows, call.k, distribution=kind, seed=4 * seed + part, device=device, dtype=call.in_dtype)
@@ -71,14 +72,14 @@ def draw_operands(
 
 
 def make_thunk(backend: Any, call: NormGradientCall, o: NormGradientOperands, amax: Tensor | None = None) -> Thunk:
-    """The gradient, with an amax raised where it is FP8: what training runs."""
+    """Return the gradient as training runs it: an FP8 gradient also updates its amax."""
     if amax is None and call.spec is not None:
         amax = torch.zeros((), device=o.dy.device)
     return lambda: backend.gradient(o.dy, o.h, o.mean, o.rstd, call, weight=o.weight, bias=o.bias, scale=o.scale, amax=amax)  # fmt: skip
 
 
 def judge(result: NormGradient, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
-    """dx both ways, dweight and dbias against float64."""
+    """Compare dx, its transpose, dweight and dbias with float64."""
     dx, sums = _exact(call, o)
     error = _SLACK * dx.abs().nan_to_num(0.0).amax(1, keepdim=True).expand_as(dx) if dx.numel() else dx
     verdicts = [judge_rounded(result.dx, dx, error, what="dx")]
@@ -92,18 +93,18 @@ def judge(result: NormGradient, call: NormGradientCall, o: NormGradientOperands)
 
 
 def judge_amax(backend: Any, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
-    """Whether an FP8 gradient raises its amax to the largest |dx|."""
+    """Check that an FP8 gradient raises its amax to the largest |dx|."""
     amax = torch.zeros((), device=o.dy.device)
     if call.spec is None or not o.dy.numel():
         return Conformance(True, 0.0, 1.0)
     make_thunk(backend, call, o, amax)()
     largest = _exact(call, o)[0].abs().nan_to_num(0.0, 0.0, 0.0).max()
     off = float((amax.double() - largest).abs() / (_SLACK * largest).clamp(min=1e-30))
-    return Conformance(off <= 1, off, 1.0, "" if off <= 1 else f"amax is {float(amax)}, law {float(largest)}")
+    return Conformance(off <= 1, off, 1.0, "" if off <= 1 else f"amax is {float(amax)}, expected {float(largest)}")
 
 
 def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """dx; dweight and dbias, each with the sum of the magnitudes of its terms."""
+    """Compute dx in float64; also dweight and dbias, each with the sum of the magnitudes of its terms."""
     h = o.h.double().requires_grad_()
     with torch.enable_grad():
         xhat = block_norm(h, EPS["block"])[0] if call.norm == "block" else bf16_norm(h, call.norm)
@@ -116,7 +117,7 @@ def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dic
 
 
 def make_baseline(call: NormGradientCall, o: NormGradientOperands) -> Thunk:
-    """dx, dweight and dbias in 16 bits by the same formula in plain torch; compiled on a GPU."""
+    """Return dx, dweight and dbias in 16-bit by the same formula in plain torch; compiled on a GPU."""
     wide = replace(call, spec=None)
 
     def plain(dy: Tensor, h: Tensor) -> tuple[Tensor, ...]:
@@ -129,13 +130,13 @@ def make_baseline(call: NormGradientCall, o: NormGradientOperands) -> Thunk:
 
 
 def judge_baseline(found: tuple[Tensor, ...], call: NormGradientCall, o: NormGradientOperands) -> Conformance:
-    """Its dx."""
+    """Check the baseline's dx."""
     dx, _ = _exact(call, o)
     error = _SLACK * dx.abs().amax(1, keepdim=True).expand_as(dx) if dx.numel() else dx
     return judge_rounded(found[0], dx, error, what="the baseline's dx")
 
 
 def bytes_moved(call: NormGradientCall) -> int:
-    """dy and h in, dx out: 16 bits once, FP8 twice."""
+    """Count dy, h and dx: 16-bit once, or FP8 twice."""
     item = call.in_dtype.itemsize
     return call.m * call.k * (2 * item + (item if call.spec is None else 2))

@@ -1,13 +1,15 @@
-"""Is a fused kernel's result the exact one, rounded once?
+"""Check that a fused kernel's result is the exact one, rounded once.
 
-A fused kernel writes FP8 that no later step can look behind, so its result is compared with the exact values in float64:
+A fused kernel writes FP8 without exposing the values before rounding, so its result is compared with exact ones in
+float64:
 
-    |q - x / scale|  <=  half an ulp of x / scale  +  error / scale        each element; the ulp is that of the binade x / scale is in
-    rms(q * scale - x)  <=  1.05 * rms(law - x)                            the whole: no more noise than the law's own rounding makes
-    |scale / law - 1|  <=  error / amax                                    each scale that the kernel made
+    |q - x / scale|  <= half an ulp of x / scale + error / scale each element; the ulp of the binade of x / scale
+    rms(q * scale - x)  <=  1.05 * rms(reference - x)                      the whole: no more noise than the reference
+    |scale / reference - 1|  <=  error / amax                              each scale computed by the kernel
 
-`error` is the most a single element may have lost before rounding (the sums of a tensor core, float32); the typical one loses an eighth of it. 16-bit results are judged alike, with half an ulp of
-their type. The worst ratio to its bound is reported, so the tolerance is 1.
+`error` is the largest error of a single element before rounding (tensor core sums, float32); the typical error is an
+eighth of it. 16-bit results are judged in the same way, with half an ulp of their type. The worst ratio to its bound is
+reported, so the tolerance is 1.
 """
 
 import math
@@ -22,14 +24,15 @@ TINY = 1e-300
 
 
 def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "result", slices: bool = True) -> Conformance:
-    """For results that round more than once: relative L2 of the whole and, with `slices`, of each entry of the first dimension.
+    """Judge a result that was rounded more than once, by relative L2 error.
 
     Args:
         out: the result.
         exact: the same in float64.
-        allowed: the relative L2 the whole may be off; a slice may be off eight times that, of its own size or a thousandth of the typical one.
+        allowed: largest relative L2 error of the whole. A slice may have eight times that, relative to its own size
+            plus a thousandth of the typical one.
         what: its name in the reason.
-        slices: whether slices count. One that is wrong drowns in the whole.
+        slices: also check each entry of the first dimension, since a wrong one is invisible in the whole.
     """
     if out.shape != exact.shape:
         return Conformance(False, math.inf, allowed, f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}")
@@ -53,7 +56,7 @@ def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "resul
 
 
 def as_share(verdict: Conformance) -> Conformance:
-    """A verdict as a share of its tolerance, comparable with others."""
+    """Express a verdict's error as a share of its tolerance, so that verdicts are comparable."""
     return Conformance(verdict.ok, verdict.error / verdict.tolerance, 1.0, verdict.reason)
 
 
@@ -62,7 +65,7 @@ _HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of a b
 
 
 def judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, *, what: str = "result") -> Conformance:
-    """Compare a result with the exact values (float64), which may have been off by `error` before they were rounded."""
+    """Compare a result with exact float64 values. `error` is the allowed error of each element before rounding."""
     if out.shape != exact.shape:
         return Conformance(False, math.inf, 1.0, f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}")
     if exact.numel() == 0:
@@ -80,7 +83,7 @@ def judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, *, what: 
 
 
 def worst_of(verdicts: list[Conformance]) -> Conformance:
-    """The verdict on several outputs: red if any is."""
+    """Return the worst of several verdicts: a failed one, or else the one with the largest error."""
     return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
 
 

@@ -1,11 +1,12 @@
-"""The benchmark's view of route: M tokens of width K to some of N experts (shape tokens x width x experts).
+"""Benchmark adapter of route: tokens to their best experts (shape tokens x width x experts).
 
-A variant is `top=T`, how many experts a token visits; options: `always` (and a shared one), `sorted` (the visits sorted by expert, as grouped_mm wants them), and a
-type.
+A variant is `top=T`, the number of experts per token. Options: `always` (plus a shared expert), `sorted` (visits sorted
+by expert, as grouped_mm needs them), and a dtype.
 
-Which expert comes first among nearly equal ones depends on the order of a sum, so a choice is judged by its score in float64: no expert left out may be better than one chosen, by
-more than the rounding of a logit explains, nor one chosen later than one chosen earlier; weights must be those of the chosen. Where sums are exact (small integers, with many
-equal scores) everything must equal the law, ties included.
+Which of two nearly equal experts wins depends on the summation order, so choices are judged by their scores in float64:
+no expert left out may score higher than a chosen one, nor a later choice higher than an earlier one, by more than the
+rounding of a logit explains. Weights must be those of the chosen experts. Where sums are exact (small integers, with
+many equal scores) everything must equal the reference, ties included.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ from loka.measure.op import Op, read_variant, spell_variant
 from loka.measure.rounding import worst_of
 from loka.measure.timing import Thunk
 
-FLOAT32 = 2.0**-20  # what sums in another order lose of their terms
-FEW = 4096  # tokens of the exact case
+FLOAT32 = 2.0**-20  # error of sums in another order, relative to their terms
+FEW = 4096  # tokens in the exact case
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class SortedRouterCall(RouterCall):
 
 @dataclass(frozen=True)
 class RouterOperands:
-    """Tokens, the router's weight, the balance."""
+    """Tokens, the router's weight and the balance bias."""
 
     x: Tensor
     weight: Tensor
@@ -58,7 +59,7 @@ class Route(Op[SortedRouterCall]):
     VARIANTS = ("top=3", "top=3|always|sorted")
 
     def parse(self, shape: Shape, variant: str) -> SortedRouterCall:
-        """Tokens, width and experts under `top=T`."""
+        """See `Op.parse`: tokens, width, experts and `top=T`."""
         spelled = f"top=T[|always][|sorted][|dtype]; e.g. {self.VARIANTS[1]}"
         match, options, dtype = read_variant(variant, r"top=(\d+)", ("always", "sorted"), spelled)
         return SortedRouterCall(*shape, int(match[1]), dtype, "always" in options, "sorted" in options)
@@ -68,21 +69,21 @@ class Route(Op[SortedRouterCall]):
         return spell_variant(f"top={call.top}", call, ("always", "sorted"))
 
     def operands(self, call: SortedRouterCall, *, seed: int, distribution: str, device: torch.device) -> RouterOperands:
-        """Tokens of the distribution; a normal router whose logits are of order one, and a balance that decides some choices."""
+        """Draw tokens, a router whose logits are of order one, and a balance that affects some choices."""
         x = inputs.draw(call.tokens, call.k, distribution=distribution, seed=3 * seed, device=device, dtype=call.dtype)
         weight = inputs.draw(call.experts, call.k, seed=3 * seed + 1, device=device) * call.k**-0.5
         balance = 0.1 * inputs.draw(1, call.experts, seed=3 * seed + 2, device=device)[0]
         return RouterOperands(x, weight.to(call.dtype), balance)
 
     def thunk(self, backend: Any, call: SortedRouterCall, operands: RouterOperands) -> Thunk:
-        """The choice, sorted or not."""
+        """Return the routing, sorted or not."""
         run, o = backend.run_sorted if call.sorted else backend.run, operands
         return lambda: run(o.x, o.weight, o.balance, call.top, always=call.always)
 
     def check(self, backend: Any, call: SortedRouterCall, operands: RouterOperands) -> Conformance:
-        """By score in float64, and bit by bit where sums are exact; plain and with poisoned allocations."""
+        """Check by scores in float64, and for equality where sums are exact; plain and with poisoned allocations."""
         near = judge_twice(
-            self.thunk(backend, call, operands), lambda result: _judge(_unsorted(call, result), call, operands)
+            self.thunk(backend, call, operands), lambda result: _judge(_undo_sorting(call, result), call, operands)
         )
         if not near:
             return near
@@ -92,7 +93,7 @@ class Route(Op[SortedRouterCall]):
         return worst_of([near, exact])
 
     def baseline(self, call: SortedRouterCall, operands: RouterOperands) -> Thunk:
-        """Linear, sigmoid, topk, gather and normalise in the operands' own type; compiled on a GPU. Unsorted."""
+        """Return linear, sigmoid, topk, gather and normalization in plain torch, unsorted; compiled on a GPU."""
         o = operands
 
         def plain(x: Tensor, weight: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,22 +106,22 @@ class Route(Op[SortedRouterCall]):
         return lambda: run(o.x, o.weight, o.balance)
 
     def check_baseline(self, call: SortedRouterCall, operands: RouterOperands) -> Conformance:
-        """By score; it knows no shared expert."""
+        """Check by scores. The baseline has no shared expert."""
         plain = SortedRouterCall(call.tokens, call.k, call.experts, call.top, call.dtype)
         return _judge(self.baseline(call, operands)(), plain, operands)
 
     def bytes_moved(self, call: SortedRouterCall) -> int:
-        """Tokens and router in; an index and a weight a visit out, and where sorted the way back."""
+        """Count tokens, router, an index and a weight per visit and, if sorted, the inverse permutation."""
         visits = call.tokens * (call.top + call.always)
         return (call.tokens + call.experts) * call.k * call.dtype.itemsize + visits * (20 if call.sorted else 12)
 
     def flops(self, call: SortedRouterCall) -> int:
-        """One product."""
+        """Count one GEMM."""
         return 2 * call.tokens * call.k * call.experts
 
 
-def _unsorted(call: SortedRouterCall, result: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Experts and weights of each token; a sorted result that contradicts itself comes back as experts that do not exist."""
+def _undo_sorting(call: SortedRouterCall, result: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return experts and weights per token. An inconsistent sorted result gives invalid experts (-1)."""
     if not call.sorted:
         return result[0], result[1]
     order, offsets, inverse, gates = result
@@ -138,20 +139,20 @@ def _unsorted(call: SortedRouterCall, result: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def _judge(result: tuple[Tensor, Tensor], call: SortedRouterCall, o: RouterOperands) -> Conformance:
-    """Choice and weights against scores in float64. The error is the worst gap over what rounding explains."""
+    """Compare choices and weights with scores in float64. The error is the worst gap over what rounding explains."""
     ids, gates = result
     wanted = (call.tokens, call.top + call.always)
     if ids.shape != wanted or gates.shape != wanted or ids.dtype != torch.int64:
-        return _red(f"experts are {tuple(ids.shape)} {ids.dtype} and weights {tuple(gates.shape)}, expected {wanted}")
+        return _fail(f"experts are {tuple(ids.shape)} {ids.dtype} and weights {tuple(gates.shape)}, expected {wanted}")
     if call.always:
         if not ((ids[:, -1] == call.experts).all() and (gates[:, -1] == 1).all()):
-            return _red("the shared expert is not visited by all, with weight one")
+            return _fail("the shared expert is not visited by all, with weight one")
         ids, gates = ids[:, :-1], gates[:, :-1]
     if ids.numel() == 0:
         return Conformance(True, 0.0, 1.0)
     ordered = ids.sort(dim=1).values
     if ids.min() < 0 or ids.max() >= call.experts or (ordered[:, 1:] == ordered[:, :-1]).any():
-        return _red(
+        return _fail(
             "a token visits an expert that does not exist, or one twice; or the sorted visits contradict themselves"
         )
     logits = o.x.double() @ o.weight.double().T
@@ -167,7 +168,7 @@ def _judge(result: tuple[Tensor, Tensor], call: SortedRouterCall, o: RouterOpera
         gap = torch.maximum(gap, order.amax(1) / slack.amax(1))
     share = scores.gather(1, ids)
     exact = share / share.sum(1, keepdim=True)
-    loss = (given / share.clamp(min=1e-300)).amax(1, keepdim=True)  # relative, of a score and of the sum
+    loss = (given / share.clamp(min=1e-300)).amax(1, keepdim=True)  # relative error of a score and of the sum
     off = ((gates.double() - exact).abs() / (exact * (2 * loss + 2.0**-20))).amax(1)
     worst = float(torch.maximum(1 + gap, off).max()) if gap.max() > 0 else float(off.max())
     if worst <= 1:
@@ -176,12 +177,12 @@ def _judge(result: tuple[Tensor, Tensor], call: SortedRouterCall, o: RouterOpera
     return Conformance(False, worst, 1.0, f"{what}: {worst:.3g} times what rounding explains")
 
 
-def _red(reason: str) -> Conformance:
+def _fail(reason: str) -> Conformance:
     return Conformance(False, float("inf"), 1.0, reason)
 
 
 def _integers(call: SortedRouterCall, o: RouterOperands) -> RouterOperands:
-    """Operands whose sums are exact in every order and in every type: at most 16 products of 0 and plus or minus 1 a logit, whose sigmoids differ where they do."""
+    """Make operands whose sums are exact in every order and dtype: at most 16 products of -1, 0 and 1 per logit."""
     generator = torch.Generator(device=o.x.device).manual_seed(11)
 
     def whole(rows: int) -> Tensor:
@@ -195,7 +196,7 @@ def _equal(result: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
     *ids, gates = result
     *expected, weights = law
     if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(ids, expected, strict=True)):
-        return _red("on whole numbers: other experts than the law's, or equal scores in another order")
+        return _fail("on whole numbers: other experts than in the reference, or equal scores in another order")
     off = float((gates - weights).abs().max()) / 2.0**-20 if gates.numel() else 0.0
     return Conformance(
         off <= 1, off, 1.0, "" if off <= 1 else f"on whole numbers: a weight is off by {off * 2.0**-20:.3g}"

@@ -1,25 +1,28 @@
-"""What a GEMM of a site costs in low precision, quantisation included, beside the same GEMM in bf16.
+"""Time one GEMM of a linear in low precision, quantization included, compared with the same GEMM in bf16.
 
-`bench` times kernels alone; a model pays for more. This is what a converted linear (`loka.lowp.linear`) does for one of its GEMMs when that GEMM stands alone:
+`bench` times kernels alone; a model pays for more. This is what a converted linear (`loka.lowp.linear`) does for one of
+its GEMMs: quantize a and b along the contracted axis (a transpose directly from the original memory layout), then run
+scaled_mm on the candidate's backend with bf16 output.
 
-    fprop   y  = x  W^T    a = x     b = W          quantise a and b along the contracted axis (a transpose from the tensor as it lies in memory),
-    dgrad   dx = dy W      a = dy    b = W^T        then scaled_mm on the candidate's backend, bf16 out
+    fprop   y  = x  W^T    a = x     b = W
+    dgrad   dx = dy W      a = dy    b = W^T
     wgrad   dW = dy^T x    a = dy^T  b = x^T
 
-    weights = "dynamic"    the weight is quantised in every call
-    weights = "cached"     the weight was quantised, and laid out for its backend, before the clock started: inference, or many calls per optimiser step
+    weights = "dynamic"    the weight is quantized in every call
+    weights = "cached"     the weight is quantized and laid out for its backend outside the timed region: inference, or
+                           many calls per optimizer step
 
-A Linear whose fprop and wgrad (dgrad and wgrad) are both quantised may make x and x^T (dy and dy^T) from one read, and quantises a weight once per
-optimiser step for both GEMMs that read it. What that saves belongs to no single GEMM and is not credited here: times are on the careful side.
-wgrad has no weight among its operands, so both mean the same there. M, K, N are the *linear's* (rows, inputs, outputs) for every GEMM.
+wgrad has no weight operand, so both are the same there. M, K, N are the *linear's* rows, inputs and outputs for every
+GEMM. A linear whose fprop and wgrad (dgrad and wgrad) are both quantized may produce x and x^T (dy and dy^T) from one
+read, and quantizes a weight once per optimizer step for both GEMMs that read it. These savings belong to no single GEMM
+and are not counted, so times are conservative.
 
-Every candidate passes two gates before the clock starts: the backend on this very call (`gate`), and what will be timed, quantisation included: its
-quantised operands equal the law's bit for bit, and its product is within the tolerance of `conformance` (for results beyond 2^22 elements on evenly
-spaced rows, the first and last included). What is wrong is marked so, and no plan may take it, timed or not. Then all candidates and bf16 are timed together by `timing`: CUDA graphs, operands rotated beyond L2, interleaved repeats. Backends of other people's libraries do all of this in
-a child process, with a bf16 of their own to be paired with. What refuses, crashes, is wrong or had no time left is a SiteTiming with the reason.
-
-Without a GPU nothing is timed, and every answer says so. Not here: which candidate to take (`loka.dispatch`), errors on a site's own
-distribution (`loka.probe`).
+Every candidate must pass two checks before it is timed: the backend on this call (`gate`), and the timed code itself.
+Its quantized operands must equal the reference bit for bit, and its product must be within the tolerance of
+`conformance` (for results beyond 2^22 elements on evenly spaced rows, first and last included). A wrong candidate is
+marked as wrong, and no plan uses it. Then all candidates and bf16 are timed together (`timing`). Third-party backends
+do all of this in a child process, with their own bf16 baseline. A candidate that refuses, crashes, is wrong or had no
+time left becomes a SiteTiming with the reason. Without a GPU nothing is timed, and every result says so.
 """
 
 import math
@@ -44,7 +47,7 @@ from loka.measure.timing import BASELINE, CaptureError, Contender, Thunk, Timing
 from loka.records import GEMMS, Gemm, Interval
 
 Weights = Literal["dynamic", "cached"]
-OURS = ("torch", "triton", "reference")  # trusted to fail with an exception; all others run in a child process
+OURS = ("torch", "triton", "reference")  # these fail with an exception; all others run in a child process
 JUDGED_ELEMENTS = 1 << 22
 DEFAULT_REPEATS = 15
 NO_GPU = "not measured: no GPU"
@@ -53,17 +56,17 @@ TARGET = "loka.measure.site:time_case"
 
 @dataclass(frozen=True)
 class SiteTiming:
-    """What a candidate cost, or why that is not known."""
+    """The time of a candidate, or why there is none."""
 
     candidate: GemmWay
-    microseconds: Interval | None = None  # quantisation included
+    microseconds: Interval | None = None  # quantization included
     speedup: Interval | None = None  # over the bf16 GEMM timed with it, paired by repeat
     refusal: str | None = None
-    wrong: bool = False  # refused because its result is wrong: not a matter of speed
+    wrong: bool = False  # refused because its result is wrong
     baseline: Interval | None = None  # microseconds of that bf16 GEMM
-    error: float | None = None  # of the conformance check; green when error <= tolerance
+    error: float | None = None  # of the conformance check; passes if error <= tolerance
     tolerance: float | None = None
-    # distribution -> mere, relative_l2 against float64
+    # distribution -> mere and relative_l2, compared with float64
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -94,7 +97,7 @@ class SiteJob:
 
 
 def gemm_shape(gemm: Gemm, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Rows, contracted length and columns of one GEMM of a linear with M rows, K inputs and N outputs."""
+    """Return rows, contracted length and columns of one GEMM of a linear with M rows, K inputs and N outputs."""
     shapes: dict[Gemm, tuple[int, int, int]] = {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}
     return shapes[gemm]
 
@@ -108,7 +111,7 @@ def time_jobs(
     distributions: Sequence[str] = (),
     isolate: bool = False,
 ) -> list[list[SiteTiming]]:
-    """Time several GEMMs within one time box; children are shared by all of them. `isolate`: our own backends in a child too."""
+    """Time several GEMMs within one time limit. `isolate` runs loka's own backends in a child process too."""
     device = torch.device(device)
     if device.type != "cuda":
         return [[SiteTiming(c, refusal=NO_GPU) for c in job.candidates] for job in jobs]
@@ -134,14 +137,14 @@ def time_jobs(
 
 
 def encode_case(job: SiteJob, candidates: Sequence[GemmWay], options: dict[str, Any]) -> dict[str, Any]:
-    """A job as JSON values, for a child process."""
+    """Encode a job as JSON values for a child process."""
     encoded = [{"way": str(c), "fast_accum": c.fast_accum} for c in candidates]
     shape = {"gemm": job.gemm, "m": job.m, "k": job.k, "n": job.n, "weights": job.weights}
     return {**shape, "candidates": encoded, **options}
 
 
 def decode_timing(candidate: GemmWay, fields: dict[str, Any]) -> SiteTiming:
-    """One answer of `time_case`."""
+    """Decode one result of `time_case`."""
     values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     for name in ("microseconds", "speedup", "baseline"):
         if name in values:
@@ -162,12 +165,15 @@ def time_case(
     distributions: Sequence[str],
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """One job in this process, JSON in and out: what a child process runs for `time_jobs`; a candidate is its way (`a@b/backend`) and fast_accum, an answer microseconds and speedup, or a
-    refusal. On a CPU too, where its times are good for tests only; after so many seconds nothing new is begun."""
+    """Check and time one job in this process, with JSON values in and out: what a child process runs for `time_jobs`.
+
+    A candidate is given by its way (`a@b/backend`) and fast_accum; a result has times or a refusal. After `seconds` no
+    further candidate is started. Also runs on a CPU, where times are only good for tests.
+    """
     target, end = torch.device(device), time.monotonic() + seconds
     parsed = [GemmWay.parse(c["way"], fast_accum=c["fast_accum"]) for c in candidates]
     job = SiteJob(gemm, m, k, n, tuple(parsed), weights)
-    answers: list[dict[str, Any]] = [_gate(job, c, target, distributions, end) for c in parsed]
+    answers: list[dict[str, Any]] = [_check_candidate(job, c, target, distributions, end) for c in parsed]
     green = [(c, answer) for c, answer in zip(parsed, answers, strict=True) if "refusal" not in answer]
     if green:
         _time(job, green, target, repeats)
@@ -175,7 +181,7 @@ def time_case(
 
 
 def _draw(job: SiteJob, seed: int, distribution: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """a and b as Linear has them: bf16, and transposed views where the GEMM reads a transpose."""
+    """Draw a and b as a linear has them: bf16, with transposed views where the GEMM reads a transpose."""
 
     def matrix(rows: int, cols: int, part: int, name: str) -> Tensor:
         return inputs.draw(rows, cols, distribution=name, seed=2 * seed + part, device=device, dtype=torch.bfloat16)
@@ -190,12 +196,12 @@ def _draw(job: SiteJob, seed: int, distribution: str, device: torch.device) -> t
 
 
 def _quantize(x: Tensor, spec: Spec) -> QTensor:
-    """An operand as `_draw` gives it: a transposed view is read as it lies in memory."""
+    """Quantize an operand of `_draw`; a transposed view is read in its original memory layout."""
     return quantize(x, spec) if x.is_contiguous() else quantize_transposed(x.T, spec)
 
 
 def _thunk(job: SiteJob, candidate: GemmWay, pair: tuple[Tensor, Tensor]) -> Thunk:
-    """Quantise and multiply, as Linear does; a cached weight is quantised and prepared here, outside the clock."""
+    """Return a function that quantizes and multiplies. A cached weight is prepared here, outside the timed region."""
     a, b = pair
     backend = registry.backend("scaled_mm", candidate.backend)
     kept = None
@@ -211,10 +217,10 @@ def _thunk(job: SiteJob, candidate: GemmWay, pair: tuple[Tensor, Tensor]) -> Thu
     return run
 
 
-def _gate(
+def _check_candidate(
     job: SiteJob, candidate: GemmWay, device: torch.device, distributions: Sequence[str], end: float
 ) -> dict[str, Any]:
-    """Whether a candidate may be timed, and its errors on named inputs."""
+    """Check whether a candidate may be timed, and measure its errors on the given distributions."""
     if time.monotonic() > end:
         return {"refusal": "not timed: the time box was used up"}
     call = candidate.call(*gemm_shape(job.gemm, job.m, job.k, job.n))
@@ -224,7 +230,7 @@ def _gate(
         return {"refusal": verdict.reason}
     try:
         judged = judge_backend("scaled_mm", backend, call, device)
-        checked = judged and _check(job, candidate, call, _draw(job, 0, "normal", device))
+        checked = judged and _check_timed_code(job, candidate, call, _draw(job, 0, "normal", device))
         if checked.raised:
             return {"refusal": checked.reason}
         if not checked:
@@ -235,7 +241,7 @@ def _gate(
                 **_finite("error", checked.error),
             }
         errors = {name: _errors(job, candidate, _draw(job, 1, name, device)) for name in distributions}
-    except Exception as error:  # a failing backend is an answer, not the end of the others
+    except Exception as error:  # a failing backend must not stop the others
         return {"refusal": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     return {"error": checked.error, "tolerance": checked.tolerance, "errors": errors}
 
@@ -244,15 +250,15 @@ def _finite(name: str, value: float) -> dict[str, float]:
     return {name: value} if math.isfinite(value) else {}
 
 
-def _check(job: SiteJob, candidate: GemmWay, call: MatmulCall, pair: tuple[Tensor, Tensor]) -> Conformance:
-    """The quantiser against the law bit for bit, then the product against the law of those operands, twice."""
+def _check_timed_code(job: SiteJob, candidate: GemmWay, call: MatmulCall, pair: tuple[Tensor, Tensor]) -> Conformance:
+    """Compare the quantizer with the reference bit for bit, then the result with the exact product of its operands."""
     quantized: list[QTensor] = []
     for x, spec in zip(pair, (candidate.a, candidate.b), strict=True):
         q = _quantize(x, spec)
         expected, _ = registry.backend("quantize", "reference").run(x.contiguous(), spec)
         same = conformance.check_quantized(q, expected)
         if not same:
-            return Conformance(False, same.error, same.tolerance, f"quantising to {spec}: {same.reason}")
+            return Conformance(False, same.error, same.tolerance, f"quantizing to {spec}: {same.reason}")
         quantized.append(q)
     rows = _judged_rows(call.m, call.n)
     left, right = (q.dequantize().double() for q in quantized)
@@ -262,13 +268,13 @@ def _check(job: SiteJob, candidate: GemmWay, call: MatmulCall, pair: tuple[Tenso
 
 
 def _judged_rows(m: int, n: int) -> Tensor:
-    """All rows of a small result, evenly spaced ones of a large one."""
+    """Return the indices of the rows to check: all of a small result, evenly spaced ones of a large result."""
     count = min(m, max(256, JUDGED_ELEMENTS // n))
     return torch.linspace(0, m - 1, count, dtype=torch.float64).round().long()
 
 
 def _errors(job: SiteJob, candidate: GemmWay, pair: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Against the float64 product of the unquantised operands."""
+    """Measure errors compared with the float64 product of the unquantized operands."""
     a, b = pair
     rows = _judged_rows(a.shape[0], b.shape[0]).to(a.device)
     expected = a[rows].double() @ b.double().T
@@ -277,33 +283,35 @@ def _errors(job: SiteJob, candidate: GemmWay, pair: tuple[Tensor, Tensor]) -> di
 
 
 def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: torch.device, repeats: int) -> None:
-    """Time what is green together with bf16; writes into the answers."""
+    """Time the candidates that passed together with bf16. Adds the times to their answers in place."""
     m, k, n = gemm_shape(job.gemm, job.m, job.k, job.n)
     pairs = [_draw(job, s, "normal", device) for s in range(sets_needed(2 * (m * k + k * n + m * n), device))]
     try:
         base = Contender(BASELINE, [_multiply(a, b) for a, b in pairs], _check_baseline(pairs[0]))
         rivals = [
-            Contender(_name(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
+            Contender(
+                _label(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"])
+            )
             for c, x in green
         ]
-        timings, refused = _time_captured([base, *rivals], device, repeats)
-    except Exception as error:  # out of memory, a red baseline: nothing of this job can be timed
+        timings, refused = _time_capturable([base, *rivals], device, repeats)
+    except Exception as error:  # out of memory, or a wrong baseline: nothing of this job can be timed
         reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        timings, refused = {}, dict.fromkeys([BASELINE, *(_name(c) for c, _ in green)], reason)
+        timings, refused = {}, dict.fromkeys([BASELINE, *(_label(c) for c, _ in green)], reason)
     baseline = asdict(timings[BASELINE].microseconds()) if BASELINE in timings else None
     for candidate, answer in green:
-        if _name(candidate) in refused:
-            answer["refusal"] = refused[_name(candidate)]
+        if _label(candidate) in refused:
+            answer["refusal"] = refused[_label(candidate)]
         elif BASELINE in refused:
             answer["refusal"] = f"not timed: {refused[BASELINE]}"
         else:
-            timing, bf16 = timings[_name(candidate)], timings[BASELINE]
+            timing, bf16 = timings[_label(candidate)], timings[BASELINE]
             answer["microseconds"] = asdict(timing.microseconds())
             answer["speedup"] = asdict(timing.speedup_over(bf16))
             answer["baseline"] = baseline
 
 
-def _name(way: GemmWay) -> str:
+def _label(way: GemmWay) -> str:
     return f"{way}{' fast' * way.fast_accum}"
 
 
@@ -319,10 +327,10 @@ def _check_baseline(pair: tuple[Tensor, Tensor]) -> Conformance:
     return conformance.judge_runs(lambda: torch.matmul(a, b.T)[rows], law, allowed, torch.bfloat16, poison=False)
 
 
-def _time_captured(
+def _time_capturable(
     candidates: list[Contender], device: torch.device, repeats: int
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time what can be captured in a CUDA graph; the rest gets its reason."""
+    """Time the candidates that can be captured in a CUDA graph; return the reasons for the others."""
     refused: dict[str, str] = {}
     while candidates:
         try:

@@ -1,24 +1,28 @@
-"""Operands that show what a kernel does wrong: twelve sets for a GEMM of quantised operands, six for a quantiser.
+"""Operands that expose kernel bugs: twelve sets for a GEMM of quantized operands, six for a quantizer.
 
-Elements and scales are made apart from each other, since a kernel does not know where either came from: elements as shares v of the format's range
-(q = round(v * format.max)), scales as a grid of their own. So every code can occur in every row, under tensor scales too, and every scale is
-different from its neighbours.
+Elements and scales are drawn independently, since a kernel does not know where they come from: elements as shares v of
+the format's range (q = round(v * format.max)), scales as a grid of their own. So every code can occur in every row,
+under tensor scales too, and every scale differs from its neighbors.
 
-    flat         all rows, columns and products of one size: whatever is missing, is missing visibly
-    turned       flat, but for the signs of one row of a and of one of b: a result remembered by a part of its operands is the wrong one
-    rescaled     flat, but for the scales of b, all elements equal: so is one remembered by elements
-    spread       rows and blocks of very different size, in elements and scales: a scale read at the wrong place shows
-    heavy        Student t with two degrees of freedom, where few elements carry a row; every other row of a zero
-    extreme      rows that are zero, saturated, clipped, subnormal, one element, one outlier, 2^40 and 2^-40 times the others, and of all codes alike, interleaved
-    duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements under different scales
-    constant     one row, M times, the largest group of duplicates there can be, a quarter under twice the scale; three quarters of b's rows alike too
-    huge         all rows of a 2^20 to 2^40 times their size; half of b's rows hold a single element, so that the product shows single ones of a
-    tiny         all elements of a among the format's smallest, under scales 2^-20 to 2^-40 of theirs; half of b's rows as well
+    flat         all rows, columns and products of one size: anything missing is visible
+    turned       flat, except for the signs of one row of a and one of b: exposes results cached by a part of the
+                 operands
+    rescaled     flat, except for the scales of b: exposes results cached by elements
+    spread       rows and blocks of very different size, in elements and scales: exposes scales read at the wrong place
+    heavy        Student t with two degrees of freedom, where few elements dominate a row; every other row of a is zero
+    extreme      an interleaved mix of rows: zero, saturated, clipped, subnormal, with a single element or outlier, 2^40
+                 and 2^-40 times the others, or with all codes equally likely
+    duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements with different scales
+    constant     one row repeated M times, a quarter with twice the scale; three quarters of b's rows are equal too
+    huge         all rows of a 2^20 to 2^40 times their size; b as in `flat`
+    tiny         all elements of a among the format's smallest, with scales 2^20 to 2^40 times smaller; half of b's rows
+                 have such elements too
     saturated    every element of a at plus or minus the largest value, half of b's rows too
-    impulses     every other row of a holds a single element, the k-th in its turn, so that the product shows single ones of b; the others zero
+    impulses     every other row of a and b has a single nonzero element, at every column in turn, so that single
+                 products show; the other rows are zero
 
-All signs are random. The error bounds need that: fast accumulation loses a sum of one sign linearly, which is an error of the format (`loka.probe`
-weighs it) and no defect of a kernel.
+All signs are random. The error bounds require that: fast accumulation loses a sum of one sign linearly, which is an
+error of the format (measured by `loka.probe`), not a defect of a kernel.
 """
 
 import math
@@ -34,15 +38,15 @@ MATMUL_SETS = (
     "flat", "turned", "rescaled", "spread", "heavy", "extreme", "duplicates", "constant", "huge", "tiny", "saturated", "impulses",
 )  # fmt: skip
 QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated")
-TYPICAL = 0.25  # of the format's range: the standard deviation of ordinary elements
-FAR = 40  # binary orders between an extreme row and the others
+TYPICAL = 0.25  # standard deviation of ordinary elements, as a share of the format's range
+FAR = 40  # powers of two between an extreme row and the others
 BLOCK = 128
 EXTREMES = ("plain", "zero", "saturated", "clipped", "subnormal", "outlier", "impulse", "huge", "tiny")
 
 
 @dataclass(frozen=True)
 class OperandSet:
-    """The two operands of one GEMM; `alike` where most rows are equal, so that errors of different elements are not independent."""
+    """The two operands of one GEMM. `alike`: most rows are equal, so that errors of elements are not independent."""
 
     name: str
     a: QTensor
@@ -51,9 +55,9 @@ class OperandSet:
 
 
 def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) -> OperandSet:
-    """One set of operands for a call, by its name in MATMUL_SETS: a function of call, name and seed on a kind of device, with values and scales that differ from those of every other set."""
+    """Make the operand set of a call by its name in MATMUL_SETS. Deterministic on a given type of device."""
     if name in ("turned", "rescaled"):
-        return _vary(matmul_set(call, "flat", seed=seed, device=device), name)
+        return _vary_flat(matmul_set(call, "flat", seed=seed, device=device), name)
     generator = torch.Generator(device=device).manual_seed(seed + 1000 * MATMUL_SETS.index(name))
     left, right = (_Maker(spec, rows, call, generator) for spec, rows in ((call.a, call.m), (call.b, call.n)))
     if name == "constant":
@@ -62,22 +66,22 @@ def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) 
     return OperandSet(name, getattr(left, name)(), getattr(right, _PARTNER.get(name, name))())
 
 
-def _vary(flat: OperandSet, name: str) -> OperandSet:
-    """A set that is nearly another one."""
+def _vary_flat(flat: OperandSet, name: str) -> OperandSet:
+    """Make a set that differs only slightly from `flat`."""
     a, b = flat.a, flat.b
     if name == "rescaled":
         return OperandSet(name, a, replace(b, scale=b.scale * (1.25 if b.spec.scale == "f32" else 2.0)))
-    return OperandSet(name, _turn_row(a, 2 * a.shape[0] // 3), _turn_row(b, 2 * b.shape[0] // 3))
+    return OperandSet(name, _negate_row(a, 2 * a.shape[0] // 3), _negate_row(b, 2 * b.shape[0] // 3))
 
 
-def _turn_row(q: QTensor, row: int) -> QTensor:
-    """The signs of one row turned around."""
+def _negate_row(q: QTensor, row: int) -> QTensor:
+    """Flip the signs of one row."""
     values = decode(q.data, q.spec.format)
     values[row : row + 1] *= -1
     return replace(q, data=encode(values, q.spec.format))
 
 
-# what stands opposite
+# the kind of b for a given kind of a, where they differ
 _PARTNER = {"heavy": "spread", "huge": "flat", "tiny": "half_subnormal", "saturated": "half_saturated"}
 
 
@@ -90,8 +94,8 @@ class _Maker:
         self.own_scales = spec.block.rows == 1
 
     def make(self, v: Tensor, *, spread: float, rows: Tensor | None = None) -> QTensor:
-        """Elements v under scales e^(spread z) of their own, times a factor per row where rows have scales, and one for the whole."""
-        if self.spec.scale == "e4m3":  # two levels: the law's own scales
+        """Combine elements v with random scales e^(spread z), times `rows` if rows have scales, and a global factor."""
+        if self.spec.scale == "e4m3":  # two-level scales: use those of the reference
             return quantize(v, self.spec)
         shape, device = scale_shape(v.shape, self.spec.block), v.device
         scale = torch.exp(spread * torch.randn(shape, generator=self.generator, device=device))
@@ -103,7 +107,7 @@ class _Maker:
         return QTensor(encode(v * self.spec.format.max, self.spec.format), scale / self._unit(), self.spec)
 
     def _unit(self) -> float:
-        """The format's range as a power of two: values stay near 1."""
+        """Return the format's range as a power of two, which keeps values near 1."""
         return 2.0 ** math.floor(math.log2(self.spec.format.max))
 
     def flat(self) -> QTensor:
@@ -111,7 +115,7 @@ class _Maker:
 
     def spread(self) -> QTensor:
         v = _normal(self.rows, self.k, self.generator)
-        if not self.own_scales:  # rows share a scale: what differs is their elements
+        if not self.own_scales:  # rows share a scale, so vary their elements
             v = v * torch.exp2(-6 * self._uniform(self.rows))[:, None]
         return self.make(v, spread=1.0, rows=torch.exp(2 * self._uniform(self.rows) - 1))
 
@@ -148,7 +152,7 @@ class _Maker:
         return v
 
     def _any_code(self, v: Tensor) -> Tensor:
-        """The signs of v, sizes from the format's largest down to its smallest, every octave alike."""
+        """Return values with the signs of v and sizes log-uniform over the format's range."""
         octaves = (
             math.log2(self.spec.format.max / self.spec.format.smallest_subnormal)
             if not self.spec.format.is_integer
@@ -157,7 +161,7 @@ class _Maker:
         return v.sign() * torch.exp2(-octaves * torch.rand(v.shape, generator=self.generator, device=v.device))
 
     def _subnormal(self) -> float:
-        """A factor that leaves ordinary elements a few of the format's smallest steps."""
+        """Return a factor that scales ordinary elements down to a few of the format's smallest steps."""
         form = self.spec.format
         return 8 * form.smallest_subnormal / (TYPICAL * form.max) if not form.is_integer else 8 / form.max
 
@@ -174,7 +178,7 @@ class _Maker:
         return QTensor(data, scale.contiguous(), self.spec)
 
     def vary_scales(self, q: QTensor) -> QTensor:
-        """Twice the scale for a quarter of the rows, the last among them."""
+        """Double the scale of a quarter of the rows, including the last."""
         if not self.own_scales or self.spec.scale == "e4m3" or self.rows < 2:
             return q
         twice = self._uniform(self.rows) < 0.25
@@ -193,7 +197,7 @@ class _Maker:
         return self._far(self.make(v, spread=0.5), -1)
 
     def _far(self, q: QTensor, sign: int) -> QTensor:
-        """Scales 2^20 to 2^40 times themselves, or that much smaller; one factor where rows share a scale."""
+        """Multiply scales by 2^20 to 2^40 (sign 1) or divide them (sign -1); one factor if rows share a scale."""
         if self.spec.scale == "e4m3":
             return q
         exponent = (self.far * (1 + self._uniform(self.rows if self.own_scales else 1)) / 2).round()
@@ -227,13 +231,13 @@ def _normal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
 
 
 def heavy_tails(rows: int, cols: int, generator: torch.Generator) -> Tensor:
-    """Student t with two degrees of freedom, in shares of the range."""
+    """Draw from Student's t with two degrees of freedom, as shares of the range."""
     z = torch.randn(3, rows, cols, generator=generator, device=generator.device)
     return 0.1 * z[0] / (z[1].square() + z[2].square()).mul(0.5).sqrt().clamp(min=1e-3)
 
 
 def _with_impulses(rest: Tensor, generator: torch.Generator) -> Tensor:
-    """One element of full size, of random sign, in each row: all columns in turn, in random order."""
+    """Set one element of each row to plus or minus 1, cycling through all columns in random order."""
     rows, cols = rest.shape
     if not rows or not cols:
         return rest
@@ -244,9 +248,10 @@ def _with_impulses(rest: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def duplicate_rows(rows: int, generator: torch.Generator, *, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which row each row repeats, and which repeats are under twice the scale.
+    """Return which row each row repeats, and which repeats have twice the scale.
 
-    A third of the rows repeat others: pairs at distances 1, 2, 4, ... and from the first to the last row, small groups, and one group over all rows.
+    A third of the rows repeat others: pairs at distances 1, 2, 4, ..., the first and the last row, small groups, and
+    one group across all rows.
     """
     index = torch.arange(rows, device=device)
     if rows < 2:
@@ -256,7 +261,7 @@ def duplicate_rows(rows: int, generator: torch.Generator, *, device: torch.devic
     pool = torch.where(places[1] % 2 == 0, places[0] % max(1, rows // 16), places[2][0].expand(rows))
     index = torch.where(repeats, pool, index)
     distance = 1
-    while distance < rows:  # later pairs may undo earlier ones: there are many
+    while distance < rows:  # later pairs may overwrite earlier ones, but there are many
         start = int(places[1][distance % rows]) % (rows - distance)
         index[start + distance] = index[start]
         distance *= 2
@@ -266,7 +271,7 @@ def duplicate_rows(rows: int, generator: torch.Generator, *, device: torch.devic
 
 
 def _repeat(one: QTensor, rows: int) -> QTensor:
-    """A single row as a whole operand."""
+    """Repeat a single row to a whole operand."""
     shape = (rows, one.shape[1])
     data = _bytes(one.data).expand(shape).contiguous().view(one.data.dtype)
     grid = scale_shape(shape, one.spec.block)
@@ -275,12 +280,15 @@ def _repeat(one: QTensor, rows: int) -> QTensor:
 
 
 def _bytes(data: Tensor) -> Tensor:
-    """8-bit floats as bytes: torch does not index, expand and compare all of them."""
+    """View 8-bit floats as bytes: torch does not support indexing, expanding and comparing for all of them."""
     return data.view(torch.uint8) if data.element_size() == 1 else data
 
 
 def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An input [rows, cols] for a quantiser, by its name in QUANTIZE_SETS: the kinds of the module's table, in the values themselves. The extreme one has a NaN."""
+    """Make an input [rows, cols] for a quantizer, by its name in QUANTIZE_SETS (see the module's table).
+
+    The set `extreme` contains a NaN.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator, device=device)
     factor = torch.exp(4 * torch.rand((), generator=generator, device=device) - 2)

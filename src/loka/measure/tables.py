@@ -1,12 +1,14 @@
-"""The benchmark's view of embedding tables: lookups beside torch's embedding_bag on float32 rows, updates beside the same update of float32 rows.
+"""Benchmark adapters of embedding tables: lookups and updates. Baselines are torch's lookup and the update on float32
+rows.
 
 A shape is (bags, width, rows of the table). A variant is the rows' format and options:
 
-    embedding_bag     int8:row|sum|items=20        items of a bag; `mean`, or `item` for single rows; `weighted`
+    embedding_bag     int8:row|sum|items=20        items per bag; `mean`, or `item` for single rows; `weighted`
     embedding_update  int8:row|rowwise_adagrad|items=20
 
-Lookups are judged by their distance from the law, as sums of float32. Updates are judged on copies of the same rows: no element may be further from the law than one step of its
-grid, and only one in 500 may differ at all, since the last bit of a sum may turn a rounding. A kernel that rounds to nearest, or squares before it sums duplicates, fails.
+Lookups may differ from the reference by float32 summation error. Updates are judged on copies of the same rows: no
+element may be further from the reference than one step of its grid, and only one in 500 may differ at all, since the
+last bit of a sum may flip a rounding. A kernel that rounds to nearest, or squares before it sums duplicates, fails.
 """
 
 from dataclasses import dataclass
@@ -30,12 +32,12 @@ from loka.measure.op import Op
 from loka.measure.timing import Thunk
 
 _SUM_ERROR = 1e-5  # of a float32 sum in another order, relative to the largest element of the result
-_TURNED = 0.002  # share of elements whose rounding may turn
+_FLIPPED = 0.002  # share of elements whose rounding may flip
 
 
 @dataclass(frozen=True)
 class Items:
-    """Operands of a lookup, and of an update: the gradient of its result."""
+    """Operands of a lookup; an update also uses `grad`, the gradient of its result."""
 
     rows: Rows
     indices: Tensor
@@ -44,7 +46,7 @@ class Items:
     grad: Tensor
 
 
-def _items(variant: str) -> tuple[str, list[str], int]:
+def _parse_items(variant: str) -> tuple[str, list[str], int]:
     kind, *options = variant.split("|")
     parse_rows(kind)
     counts = [option.removeprefix("items=") for option in options if option.startswith("items=")]
@@ -82,7 +84,7 @@ def _row_bytes(kind: str, width: int) -> float:
 
 
 class EmbeddingBag(Op[BagCall]):
-    """Lookups, pooled or single."""
+    """Pooled or single lookups."""
 
     op = "embedding_bag"
     DIMENSIONS = ("bags", "width", "rows")
@@ -95,8 +97,8 @@ class EmbeddingBag(Op[BagCall]):
     )
 
     def parse(self, shape: Shape, variant: str) -> BagCall:
-        """Bags, width and rows of the table under a format of rows."""
-        kind, options, items = _items(variant)
+        """See `Op.parse`: bags, width, rows of the table and a format of rows."""
+        kind, options, items = _parse_items(variant)
         modes = [option for option in options if option in ("sum", "mean", "item")]
         if len(modes) != 1 or set(options) - {*modes, "weighted"}:
             raise ValueError(
@@ -112,26 +114,26 @@ class EmbeddingBag(Op[BagCall]):
         return "|".join(options)
 
     def operands(self, call: BagCall, *, seed: int, distribution: str, device: torch.device) -> Items:
-        """A table and random items."""
+        """Draw a table and random items."""
         pooled = call.mode != "item"
         return _draw(
             call, call.kind, pooled=pooled, weighted=call.weighted, seed=seed, distribution=distribution, device=device
         )
 
     def thunk(self, backend: Any, call: BagCall, operands: Items) -> Thunk:
-        """The lookup."""
+        """See `Op.thunk`."""
         o = operands
         return lambda: backend.run(
             o.rows, o.indices, o.offsets, weights=o.weights, mode=call.mode, out_dtype=call.out_dtype
         )
 
     def check(self, backend: Any, call: BagCall, operands: Items) -> Conformance:
-        """Near the law, plain and with poisoned allocations."""
+        """Check that it is close to the reference, plain and with poisoned allocations."""
         law = self.thunk(reference, call, operands)()
         return judge_twice(self.thunk(backend, call, operands), lambda out: _near(out, law))
 
     def baseline(self, call: BagCall, operands: Items) -> Thunk:
-        """torch on the same table in float32."""
+        """Return torch's lookup in the same table in float32."""
         weight, o = operands.rows.dequantize(), operands
         if o.offsets is None:
             return lambda: F.embedding(o.indices, weight)
@@ -141,18 +143,18 @@ class EmbeddingBag(Op[BagCall]):
         )
 
     def check_baseline(self, call: BagCall, operands: Items) -> Conformance:
-        """Near the law."""
+        """Check that it is close to the reference."""
         return _near(self.baseline(call, operands)(), self.thunk(reference, call, operands)())
 
     def bytes_moved(self, call: BagCall) -> int:
-        """Every looked-up row and its scale, indices, and the result."""
+        """Count every looked-up row with its scale, the indices, and the result."""
         return int(
             call.items * (_row_bytes(call.kind, call.width) + 8) + call.bags * call.width * call.out_dtype.itemsize
         )
 
 
 class EmbeddingUpdate(Op[UpdateCall]):
-    """One step of an optimiser on the rows that occurred."""
+    """One optimizer step on the rows that were looked up."""
 
     op = "embedding_update"
     DIMENSIONS = EmbeddingBag.DIMENSIONS
@@ -164,8 +166,8 @@ class EmbeddingUpdate(Op[UpdateCall]):
     )
 
     def parse(self, shape: Shape, variant: str) -> UpdateCall:
-        """Bags, width and rows of the table under a format of rows and a rule."""
-        kind, options, items = _items(variant)
+        """See `Op.parse`: bags, width, rows of the table, a format of rows and an update rule."""
+        kind, options, items = _parse_items(variant)
         if len(options) != 1:
             raise ValueError(f"variant {variant!r} is not ROWS|RULE[|items=N]; e.g. {self.VARIANTS[2]}")
         rule = Rule(options[0])  # type: ignore[arg-type]
@@ -177,11 +179,11 @@ class EmbeddingUpdate(Op[UpdateCall]):
         return f"{call.kind}|{call.rule}|items={call.items // max(call.bags, 1)}"
 
     def operands(self, call: UpdateCall, *, seed: int, distribution: str, device: torch.device) -> Items:
-        """A table, random items and a gradient."""
+        """Draw a table, random items and a gradient."""
         return _draw(call, call.kind, pooled=True, weighted=False, seed=seed, distribution=distribution, device=device)
 
     def thunk(self, backend: Any, call: UpdateCall, operands: Items) -> Thunk:
-        """The update, in place, on rows of its own."""
+        """Return the update, in place on a copy of the rows."""
         held = _copy(operands.rows)
         rule = Rule(call.rule)
         state = rule.state(held)
@@ -189,7 +191,7 @@ class EmbeddingUpdate(Op[UpdateCall]):
         return lambda: backend.run(held, o.indices, o.offsets, o.grad, rule, state, Draw(1, 2, 3))
 
     def check(self, backend: Any, call: UpdateCall, operands: Items) -> Conformance:
-        """Two updates in a row, each within a step of the grid, almost all elements equal."""
+        """Check two successive updates: each within a step of the grid, and almost all elements equal."""
         ours, law, rule, o = _copy(operands.rows), _copy(operands.rows), Rule(call.rule), operands
         states = rule.state(ours), rule.state(law)
         for step in range(2):
@@ -198,26 +200,26 @@ class EmbeddingUpdate(Op[UpdateCall]):
             verdict = judge_update(ours, law)
             if not verdict:
                 return verdict
-            law = _copy(ours)  # a turned rounding is no error of the next step
+            law = _copy(ours)  # a flipped rounding must not count as an error of the next step
         return verdict
 
     def baseline(self, call: UpdateCall, operands: Items) -> Thunk:
-        """The same update of float32 rows, by the same means."""
+        """Return the same update of float32 rows, on the backend chosen for them."""
         return self.thunk(*_in_float32(call, operands))
 
     def check_baseline(self, call: UpdateCall, operands: Items) -> Conformance:
-        """float32 against its own law."""
+        """Check the float32 update against the reference."""
         return self.check(*_in_float32(call, operands))
 
     def bytes_moved(self, call: UpdateCall) -> int:
-        """The different rows, as if all were, read and written with scale and state; indices and gradients once."""
+        """Count rows (assumed distinct) read and written with scale and state, and indices and gradients once."""
         state = {"sgd": 0, "rowwise_adagrad": 8, "adam": 16 * call.width}[call.rule]
         rows = min(call.items, call.rows)
         return int(rows * (2 * _row_bytes(call.kind, call.width) + state) + call.items * 8 + call.bags * call.width * 4)
 
 
 def _in_float32(call: UpdateCall, o: Items) -> tuple[Any, UpdateCall, Items]:
-    """The backend, call and operands of the same update of float32 rows."""
+    """Return the backend, call and operands of the same update of float32 rows."""
     plain = UpdateCall(call.rows, call.width, call.bags, call.items, "float32", call.rule, call.hot)
     chosen = registry.first("embedding_update", plain, o.indices.device)
     return chosen.backend, plain, Items(Rows(o.rows.dequantize()), o.indices, o.offsets, None, o.grad)
@@ -230,7 +232,7 @@ def _copy(rows: Rows) -> Rows:
 
 def _near(out: Tensor, law: Tensor) -> Conformance:
     if out.shape != law.shape:
-        return Conformance(False, float("inf"), _SUM_ERROR, f"shape {tuple(out.shape)}, law {tuple(law.shape)}")
+        return Conformance(False, float("inf"), _SUM_ERROR, f"shape {tuple(out.shape)}, expected {tuple(law.shape)}")
     gap = (out.float() - law.float()).abs()
     size = law.float().abs().amax(1, keepdim=True).clamp(min=1e-30) if law.numel() else law.float()
     error = float((gap / size).max()) if gap.numel() else 0.0
@@ -241,25 +243,28 @@ def _near(out: Tensor, law: Tensor) -> Conformance:
 
 
 def judge_update(ours: Rows, law: Rows) -> Conformance:
-    """Updated rows against the law's."""
+    """Compare updated rows with the reference's."""
     found, expected = ours.dequantize(), law.dequantize()
     if not torch.equal(found.isnan(), expected.isnan()):
-        return Conformance(False, float("inf"), _TURNED, "NaN is elsewhere than in the law")
+        return Conformance(False, float("inf"), _FLIPPED, "NaN is elsewhere than in the reference")
     gap = (found - expected).abs().nan_to_num(0.0)
     far = int((gap > 1.01 * _quantum(law, expected)).sum())
     if far:
         return Conformance(
-            False, float("inf"), _TURNED, f"{far} elements are more than a step of their grid from the law"
+            False, float("inf"), _FLIPPED, f"{far} elements are more than a step of their grid from the reference"
         )
-    turned = float((gap > 1e-5 * expected.abs().nan_to_num(0.0) + 1e-6).double().mean())
-    ok = turned <= _TURNED
+    flipped = float((gap > 1e-5 * expected.abs().nan_to_num(0.0) + 1e-6).double().mean())
+    ok = flipped <= _FLIPPED
     return Conformance(
-        ok, turned, _TURNED, "" if ok else f"{turned:.2%} of the elements were rounded otherwise than by the law"
+        ok,
+        flipped,
+        _FLIPPED,
+        "" if ok else f"{flipped:.2%} of the elements were rounded differently from the reference",
     )
 
 
 def _quantum(rows: Rows, values: Tensor) -> Tensor:
-    """One step of the grid at each value."""
+    """Return the size of one step of the grid at each value."""
     size = values.abs().nan_to_num(0.0)
     if rows.spec is None or rows.scale is None:
         return size * (2.0**-7 if rows.data.dtype == torch.bfloat16 else 1e-5) + 1e-6

@@ -1,17 +1,20 @@
-"""Timing: what a kernel costs, with an interval, side by side with its rivals.
+"""Time kernels together with their competitors, with confidence intervals.
 
-On a GPU
+On a GPU:
 
-    one CUDA graph per candidate     it holds enough calls to run about 200 us, so neither launch gaps nor the clock's grain are measured
-    rotated operands                 the calls of a graph walk through several operand sets that together exceed three times the L2 cache,
-                                     so a small GEMM reads its operands from memory, as it does inside a model; `sets_needed` says how many
-    interleaved repeats              every repeat replays every candidate once, in a new order: drift of clocks and heat hits all alike
-    median and bootstrap             per candidate the median of its repeats and its 95 % interval; speed-ups are medians of the ratios
-                                     *within* a repeat, so what a repeat shares cancels
+    one CUDA graph per candidate   holds enough calls to run about 200 us, so launch gaps and clock resolution do not
+                                   matter
+    rotated operands               a graph's calls cycle through operand sets that together exceed three times the L2
+                                   cache, so a small GEMM reads its operands from memory, as it does inside a model
+                                   (`sets_needed`)
+    interleaved repeats            every repeat replays every candidate once, in a new order, so that drift of clocks
+                                   and temperature affects all alike
+    median and bootstrap           median over repeats with its 95 % interval; speed-ups are medians of the ratios
+                                   *within* a repeat, so what a repeat has in common cancels
 
-On a CPU the same with `perf_counter` and no graph, and the label says so: such a number is good for tests, not for claims about kernels.
+On a CPU the same with `perf_counter` and no graph, labelled as such: these numbers are for tests, not for claims.
 
-A candidate carries its Conformance; a red one raises. No kernel is timed that computes something else.
+A candidate carries its Conformance. One that failed raises RedKernelError: incorrect kernels are never timed.
 """
 
 import math
@@ -31,30 +34,30 @@ BASELINE = "bf16"  # the name of the high-precision form of a call
 GRAPH_SECONDS = 200e-6
 L2_MULTIPLE = 3
 MAX_SETS = 64
-MAX_CALLS = 512  # per graph: beyond that capture time grows and nothing else
+MAX_CALLS = 512  # per graph: more calls only add capture time
 DEFAULT_REPEATS = 31
 
 Thunk = Callable[[], Any]
-# something worth a column beside the backends: name, one thunk per operand set, the proof
+# a competitor that gets its own column: name, one thunk per operand set, its conformance
 Rival = tuple[str, list[Thunk], Conformance]
 
 
 class RedKernelError(ValueError):
-    """A kernel that was found wrong was to be timed."""
+    """Raised instead of timing a kernel that failed its conformance check."""
 
 
 class CaptureError(RuntimeError):
-    """A candidate that cannot be captured in a CUDA graph, and so has no comparable time."""
+    """Raised if a candidate cannot be captured in a CUDA graph and so has no comparable time."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time beside others; refused unless it was found correct.
+    """A candidate for timing. Raises RedKernelError unless it passed its conformance check.
 
     Args:
-        name: in the result.
-        thunks: one per operand set.
-        conformance: the proof that it is right.
+        name: its name in the results.
+        thunks: one callable per operand set.
+        conformance: the result of its check.
 
     Example:
         >>> Contender("triton", [lambda: run(a, b)], check_scaled_mm(backend, call, a, b))
@@ -73,7 +76,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of every repeat, in the order of the repeats (which the candidates of one run share)."""
+    """Seconds per call for every repeat. Candidates of one run share the order of repeats."""
 
     name: str
     seconds: tuple[float, ...]
@@ -81,18 +84,18 @@ class Timing:
     sets: int
 
     def microseconds(self) -> Interval:
-        """Median microseconds per call with a 95 % bootstrap interval."""
+        """Return the median microseconds per call with a 95 % bootstrap interval."""
         return bootstrap_median([1e6 * s for s in self.seconds])
 
     def speedup_over(self, baseline: "Timing") -> Interval:
-        """How many times faster than the baseline, paired by repeat."""
+        """Return the speed-up over a baseline, paired by repeat."""
         if len(baseline.seconds) != len(self.seconds):
             raise ValueError(f"{self.name} and {baseline.name} were not timed together: they differ in repeats")
         return bootstrap_median([b / s for b, s in zip(baseline.seconds, self.seconds, strict=True)])
 
 
 def bootstrap_median(values: Sequence[float], *, resamples: int = 400, seed: int = 0) -> Interval:
-    """Median with a 95 % percentile bootstrap interval."""
+    """Return the median with a 95 % percentile bootstrap interval."""
     if not values or not all(math.isfinite(v) and v > 0 for v in values):
         raise ValueError(f"expected positive finite measurements, got {list(values)[:5]}")
     source = random.Random(seed)
@@ -103,7 +106,7 @@ def bootstrap_median(values: Sequence[float], *, resamples: int = 400, seed: int
 
 
 def sets_needed(bytes_per_set: int, device: torch.device) -> int:
-    """How many operand sets a graph must walk through so that none is found in the L2 cache."""
+    """Return how many operand sets a graph must cycle through so that none stays in the L2 cache."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -116,13 +119,13 @@ def time_together(
     """Time candidates on the same operands in interleaved repeats.
 
     Args:
-        candidates: green ones; each has something to call per set of operands.
-        device: where.
-        repeats: of each.
-        seed: of the order.
+        candidates: candidates that passed their check, with one callable per operand set.
+        device: the device to time on.
+        repeats: repeats per candidate.
+        seed: seed of the order within repeats.
 
     Returns:
-        A timing per candidate, in their order.
+        One timing per candidate, in the given order.
 
     Example:
         >>> fp8, bf16 = time_together([candidate, baseline], "cuda")
@@ -131,7 +134,7 @@ def time_together(
     names = [candidate.name for candidate in candidates]
     if len(set(names)) != len(names):
         raise ValueError(f"candidates need different names, got {names}")
-    runners = [_graph(c, device) if device.type == "cuda" else _loop(c) for c in candidates]
+    runners = [_make_graph_runner(c, device) if device.type == "cuda" else _make_loop_runner(c) for c in candidates]
     seconds: list[list[float]] = [[] for _ in candidates]
     order = list(range(len(candidates)))
     source = random.Random(seed)
@@ -143,28 +146,28 @@ def time_together(
     return [Timing(c.name, tuple(s), method, len(c.thunks)) for c, s in zip(candidates, seconds, strict=True)]
 
 
-def _calls(seconds_per_call: float, sets: int) -> int:
-    """Calls per measurement: a multiple of the operand sets, long enough for the clock and the launch of the graph."""
+def _count_calls(seconds_per_call: float, sets: int) -> int:
+    """Return the calls per measurement: a multiple of `sets` that runs long enough for clock and graph launch."""
     wanted = min(MAX_CALLS, math.ceil(GRAPH_SECONDS / max(seconds_per_call, 1e-9)))
     return sets * max(1, math.ceil(wanted / sets))
 
 
-def _graph(candidate: Contender, device: torch.device) -> Callable[[], float]:
-    """Capture enough calls; the runner replays them once and returns seconds per call."""
+def _make_graph_runner(candidate: Contender, device: torch.device) -> Callable[[], float]:
+    """Capture enough calls in a graph. Returns a function that replays it once and returns seconds per call."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    # compilation, autotuning and handles happen here, on the stream the capture will use
+    # compilation, autotuning and library handles happen here, on the stream that the capture will use
     with torch.cuda.stream(stream):
         for _ in range(2):
             begin = time.perf_counter()
             candidate.thunks[0]()
             torch.cuda.synchronize(device)
-        from_host = time.perf_counter() - begin  # an upper bound: for small kernels mostly the cost of launching
+        from_host = time.perf_counter() - begin  # an upper bound: for small kernels mostly launch cost
     replay = _capture(
-        candidate, device, stream, calls=_calls(max(from_host, GRAPH_SECONDS / 16), len(candidate.thunks))
+        candidate, device, stream, calls=_count_calls(max(from_host, GRAPH_SECONDS / 16), len(candidate.thunks))
     )
     replay()
-    calls = _calls(replay(), len(candidate.thunks))
+    calls = _count_calls(replay(), len(candidate.thunks))
     return _capture(candidate, device, stream, calls=calls)
 
 
@@ -190,12 +193,12 @@ def _capture(candidate: Contender, device: torch.device, stream: Any, *, calls: 
     return replay
 
 
-def _loop(candidate: Contender) -> Callable[[], float]:
-    """The CPU form: a plain loop."""
+def _make_loop_runner(candidate: Contender) -> Callable[[], float]:
+    """Return a function that runs a plain loop and returns seconds per call, for CPUs."""
     candidate.thunks[0]()
     begin = time.perf_counter()
     candidate.thunks[0]()
-    calls = _calls(time.perf_counter() - begin, len(candidate.thunks))
+    calls = _count_calls(time.perf_counter() - begin, len(candidate.thunks))
 
     def loop() -> float:
         begin = time.perf_counter()

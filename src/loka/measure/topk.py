@@ -1,9 +1,9 @@
-"""The benchmark's view of topk: the N best of each of M rows of K scores, beside torch.topk.
+"""Benchmark adapter of topk: the k best of each row of scores (shape rows x scores x k). Baseline: torch.topk.
 
-A variant is the dtype of the scores, e.g. `float32`; options: `beams=B` (B beams of K codes each, fused with log-softmax), `masked` (with beams:
-most codes forbidden), `unsorted`.
+A variant is the dtype of the scores, e.g. `float32`. Options: `beams=B` (B beams with that many codes each, fused with
+log-softmax), `masked` (with beams: most codes forbidden), `unsorted`.
 
-Judged by equality: values and indices must be the law's. The order of ties is part of it; torch.topk, the baseline, is held to the values only.
+Values and indices must equal the reference, including the order of ties. For the baseline only the values are checked.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
 from loka.measure.timing import Thunk
 
-ALLOWED_SHARE = 0.02  # of the mask
+ALLOWED_SHARE = 0.02  # share of codes that the mask allows
 
 
 @dataclass(frozen=True)
 class BeamScores:
-    """Operands of the fused form. lse is given to the check, so that every backend compares the same scores; the timed call makes its own."""
+    """Operands of the fused form. Only the check passes `lse`, so that all backends compare equal scores."""
 
     logits: Tensor
     scores: Tensor
@@ -36,13 +36,13 @@ class BeamScores:
 
 
 class Topk(Op[TopkCall | BeamTopkCall]):
-    """Selection of rows of scores, or of beams x codes."""
+    """Selection from rows of scores, or from beams x codes."""
 
     op = "topk"
     VARIANTS = ("float32", "bfloat16", "float32|beams=4", "bfloat16|beams=4|masked")
 
     def parse(self, shape: Shape, variant: str) -> TopkCall | BeamTopkCall:
-        """Rows, scores and k under a type."""
+        """See `Op.parse`: rows, scores per row, k and a dtype."""
         kind, *options = variant.split("|")
         beams = [int(o.removeprefix("beams=")) for o in options if o.startswith("beams=")]
         unknown = [o for o in options if o not in ("masked", "unsorted") and not o.startswith("beams=")]
@@ -66,12 +66,12 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return "|".join(options)
 
     def decode(self, fields: dict[str, Any]) -> TopkCall | BeamTopkCall:
-        """The call that `encode` wrote as JSON."""
+        """See `Op.decode`."""
         width = fields["codes"] if "codes" in fields else fields["n"]
         return self.parse((fields["rows"], width, fields["k"]), fields["variant"])
 
     def shape(self, call: TopkCall | BeamTopkCall) -> dict[str, int]:
-        """Rows, scores of a row (or beams and codes), k."""
+        """Return rows, scores per row (or beams and codes) and k."""
         if isinstance(call, BeamTopkCall):
             return {"rows": call.requests, "beams": call.beams, "codes": call.codes, "k": call.k}
         return {"rows": call.rows, "n": call.n, "k": call.k}
@@ -79,7 +79,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
     def operands(
         self, call: TopkCall | BeamTopkCall, *, seed: int, distribution: str, device: torch.device
     ) -> Tensor | BeamScores:
-        """Scores of the distribution."""
+        """Draw scores from the distribution."""
         if isinstance(call, TopkCall):
             return inputs.draw(call.rows, call.n, distribution=distribution, seed=seed, device=device, dtype=call.dtype)
         rows = call.requests * call.beams
@@ -95,7 +95,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return BeamScores(logits, scores, mask, logits.float().logsumexp(-1))
 
     def thunk(self, backend: Any, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Thunk:
-        """The selection."""
+        """See `Op.thunk`."""
         if isinstance(call, TopkCall):
             return lambda: backend.run(operands, call.k, sorted=call.sorted)
         assert isinstance(operands, BeamScores)
@@ -103,7 +103,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return lambda: backend.beams(o.logits, o.scores, call.k, mask=o.mask)
 
     def check(self, backend: Any, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Conformance:
-        """Equal to the law, plain and with poisoned allocations; the fused form also with its own log-sum-exp, up to its rounding."""
+        """Check for equality, plain and poisoned; the fused form also with its own log-sum-exp, up to rounding."""
         if isinstance(operands, Tensor):
             assert isinstance(call, TopkCall)
             law: tuple[Tensor, ...] = reference.run(operands, call.k, sorted=call.sorted)
@@ -117,7 +117,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return given and _near(self.thunk(backend, call, operands)()[0], law[0])
 
     def baseline(self, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Thunk:
-        """torch.topk; for beams after log_softmax, sum and mask, as written plainly."""
+        """Return torch.topk; for beams after log_softmax, sum and mask in plain torch."""
         if isinstance(operands, Tensor):
             ordered = not isinstance(call, TopkCall) or call.sorted
             return lambda: operands.topk(call.k, dim=1, sorted=ordered)
@@ -133,7 +133,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return search
 
     def check_baseline(self, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Conformance:
-        """Its values are the law's."""
+        """Check that the values match the reference."""
         values = self.baseline(call, operands)()[0]
         if isinstance(operands, Tensor):
             law = reference.run(operands, call.k)[0]
@@ -142,7 +142,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return _near(values, reference.beams(o.logits, o.scores, call.k, mask=o.mask, lse=o.lse)[0])
 
     def bytes_moved(self, call: TopkCall | BeamTopkCall) -> int:
-        """Every score once, and the mask."""
+        """Count every score once, and the mask."""
         if isinstance(call, BeamTopkCall):
             return call.requests * call.beams * call.codes * (call.dtype.itemsize + call.masked)
         return call.rows * call.n * call.dtype.itemsize
@@ -156,7 +156,7 @@ def _equal(found: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
         wrong = ~((ours == theirs) | ((ours != ours) & (theirs != theirs)))
         if wrong.any():
             row, col = (int(i) for i in wrong.nonzero()[0])
-            seen = f"{ours[row, col].item()}, law {theirs[row, col].item()}"
+            seen = f"{ours[row, col].item()}, expected {theirs[row, col].item()}"
             return Conformance(
                 False, float("inf"), 0.0, f"{name}: {int(wrong.sum())} differ, first at [{row}, {col}]: {seen}"
             )
@@ -164,10 +164,10 @@ def _equal(found: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
 
 
 def _near(values: Tensor, law: Tensor) -> Conformance:
-    """Sorted values, up to the rounding of a logarithm."""
+    """Compare sorted values, up to the rounding of a logarithm."""
     absent = law == float("-inf")
     if not torch.equal(values == float("-inf"), absent):
-        return Conformance(False, float("inf"), 1e-4, "other slots are empty than the law's")
+        return Conformance(False, float("inf"), 1e-4, "other slots are empty than in the reference")
     gap = torch.where(absent | law.isnan(), 0.0, (values - law).abs())
     error = float((gap / (1 + law.abs().nan_to_num(0.0, 0.0, 0.0))).max()) if gap.numel() else 0.0
     return Conformance(error <= 1e-4, error, 1e-4, "" if error <= 1e-4 else f"values are off by {error:.2g}")

@@ -218,7 +218,7 @@ class DriftReport(Record, frozen=True, tag="drift"):
 
     model: str
     steps: int
-    window_steps: int  # current length of a window; windows are merged in pairs when there are many
+    window_steps: int  # current length of a window; it doubles when there are too many windows
     sites: int  # number of sites compared
     too_short: list[str]  # sites without two complete windows yet
     moves: list[Move]

@@ -80,9 +80,7 @@ def to_json(record: Record) -> bytes:
         data = msgspec.json.encode(record)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"{source}: cannot be written: {error}") from error
-    from_json(
-        data, type(record), source=source
-    )  # msgspec checks types only on reading: do so before a file is replaced
+    from_json(data, type(record), source=source)  # msgspec checks types only when it reads
     return data
 
 
