@@ -63,7 +63,7 @@ class Scheduler:
         >>> entry = scheduler.offer("job", now=0.0)
         >>> batch, dropped = scheduler.start(now=0.0)
         >>> batch.entries[0] is entry, batch.bucket
-        (True, (1, 16))
+        (True, Bucket(units=1, context=16))
         >>> scheduler.finish(now=0.010)
     """
 
