@@ -79,11 +79,7 @@ def choose(q: Tensor, v: Tensor, offsets: Tensor, max_length: int, *, backend: s
 
 
 def load() -> None:
-    """Import all backends, because torch.compile cannot trace an import.
-
-    Example:
-        >>> load()
-    """
+    """Import all backends, because torch.compile cannot trace an import."""
     registry.load("attention")
     if require_library("triton", "dev"):
         from loka.kernels.attention import triton_ops  # noqa: F401

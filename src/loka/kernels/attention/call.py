@@ -10,10 +10,8 @@ class AttentionCall:
     """A call of `silu_attention`.
 
     Args:
-        rows: number of ragged rows.
-        length: of the longest row.
-        heads: number of heads.
-        d_qk, d_v: head widths of q and k, and of v.
+        rows, length: number of ragged rows, and length of the longest.
+        heads, d_qk, d_v: number of heads, and head widths of q and k, and of v.
         dtype: of q, k and v.
 
     Example:

@@ -67,8 +67,7 @@ def locate(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Find the row and the place in the row of every position of a ragged tensor.
 
     Args:
-        offsets: int64 [rows + 1], from 0 to total.
-        total: number of positions in all rows.
+        offsets, total: int64 [rows + 1], from 0 to `total`.
 
     Returns:
         Two int64 tensors [total].

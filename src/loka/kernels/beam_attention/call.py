@@ -12,11 +12,8 @@ class BeamAttentionCall:
     """A call of `beam_attention`.
 
     Args:
-        requests, beams: queries are [requests, beams].
-        heads, groups: query heads and key-value heads.
-        length: of the longest context.
-        d: head width.
-        dtype: of q.
+        requests, beams, heads, d, dtype: q is [requests, beams, heads, d] in `dtype`.
+        groups, length: key-value heads, and length of the longest context.
         shared: v is k.
         cache: dtype of k and v if it differs from q's: float8_e4m3fn.
 
@@ -50,12 +47,9 @@ class AncestorAttentionCall:
     """A call of `ancestor_attention`.
 
     Args:
-        requests, beams: queries are [requests, beams].
-        heads, d: number and width of heads.
+        requests, beams, heads, d, dtype: q is [requests, beams, heads, d] in `dtype`.
         steps: earlier steps that are attended to.
-        dtype: of q.
-        keep: write the new keys and values into the cache.
-        spec: that the result, all heads of a beam as one row, is quantized to; None leaves it in `dtype`.
+        keep, spec: as in `ancestor_attention`.
 
     Example:
         >>> call = AncestorAttentionCall(requests=8, beams=512, heads=8, steps=2, d=128)

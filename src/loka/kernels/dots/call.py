@@ -12,9 +12,8 @@ class DotsCall:
     """A call of `dots`.
 
     Args:
-        b, n, d: x is [b, n, d].
+        b, n, d, dtype: x is [b, n, d] in `dtype`.
         pairs: number of products per example.
-        dtype: of x.
 
     Example:
         >>> call = DotsCall(b=8192, n=27, d=128, pairs=351)

@@ -53,14 +53,7 @@ def embedding_bag(
 
 
 def check_items(rows: Rows, indices: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
-    """Check shapes, and on the CPU also values: on a GPU that would cost a synchronization.
-
-    Args:
-        rows, indices, offsets, weights: as in `embedding_bag`.
-
-    Example:
-        >>> check_items(rows, torch.tensor([3, 5]), None, None)
-    """
+    """Check the arguments of `embedding_bag`: shapes, and on the CPU values too (on a GPU that would synchronize)."""
     if indices.dim() != 1 or indices.dtype not in (int64, int32):
         raise ValueError(
             f"indices must be int64 or int32 [L], got {indices.dtype} {tuple(indices.shape)}; hint: indices.reshape(-1)"

@@ -12,12 +12,10 @@ class BagCall:
     """A call of `embedding_bag`.
 
     Args:
-        rows, width: size of the table.
+        rows, width, kind: size and row format of the table.
         bags, items: bags of the result and rows looked up; equal with `mode="item"`.
-        kind: row format, as `parse_rows` reads it.
         mode: `sum`, `mean` or `item` (no pooling).
-        weighted: items have weights.
-        hot: some rows are kept in float32 (`Rows.hot`).
+        weighted, hot: items have weights; some rows are kept in float32 (`Rows.hot`).
         out_dtype: of the result.
 
     Example:

@@ -64,11 +64,9 @@ class UpdateCall:
     """A call of `embedding_update`.
 
     Args:
-        rows, width: size of the table.
+        rows, width, kind, hot: size and row format of the table; whether some rows are kept in float32 (`Rows.hot`).
         bags, items: of the lookup.
-        kind: row format, as `parse_rows` reads it.
         rule: kind of optimizer.
-        hot: some rows are kept in float32 (`Rows.hot`).
 
     Example:
         >>> call = UpdateCall(rows=1_000_000, width=64, bags=4096, items=81920, kind="int8:row")
@@ -87,17 +85,7 @@ class UpdateCall:
 
 
 def trainable(kind: str) -> None:
-    """Raise an error if rows of this kind cannot be trained.
-
-    Args:
-        kind: row format, as `parse_rows` reads it.
-
-    Raises:
-        ValueError: the kind is not in `TRAINABLE`.
-
-    Example:
-        >>> trainable("int8:row")
-    """
+    """Raise ValueError if rows of this kind, as `parse_rows` reads it, are not in `TRAINABLE`."""
     if kind in TRAINABLE:
         return
     if kind not in FLOATS:

@@ -93,13 +93,10 @@ def grouped_swiglu(
     """Compute silu(x W_gate^T) * (x W_up^T) without writing the GEMM's result to memory.
 
     Args:
-        x: as in `grouped_mm`.
+        x, offsets, fast_accum, backend: as in `grouped_mm`.
         w: [E, 2 F, K], gate rows first, then up rows.
-        offsets: as in `grouped_mm`.
         spec: how to quantize the result, or None.
         out_dtype: dtype of the result if `spec` is None.
-        fast_accum: as in `grouped_mm`.
-        backend: a name of the registry, or "auto".
 
     Returns:
         [M, F]: a QTensor if `spec` is given, else a tensor of `out_dtype`.

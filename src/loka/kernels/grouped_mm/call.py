@@ -15,13 +15,10 @@ class GroupedCall:
     """A call of `grouped_mm` or `grouped_swiglu`: out[m, n] = x[m, k] @ w[e(m), n, k]^T, rows sorted by expert.
 
     Args:
-        m, k, n: sizes of the product. With `swiglu`, n counts the gate and up columns together.
-        experts: number of experts.
+        m, k, n, experts: sizes of the product. With `swiglu`, n counts the gate and up columns together.
         a, b: Specs of x and w, or None for plain tensors of `in_dtype`.
-        in_dtype, out_dtype: of the operands and of the result.
-        fast_accum: permit accumulation in the tensor cores' reduced precision.
-        swiglu: return silu(gate) * up, which is half as wide.
-        out: Spec that the SwiGLU result is quantized to, or None.
+        in_dtype, out_dtype, fast_accum: as in `grouped_mm`.
+        swiglu, out: return silu(gate) * up, half as wide, quantized to the Spec `out` if given.
 
     Example:
         >>> call = GroupedCall(m=4096, k=1024, n=2816, experts=8)
@@ -61,9 +58,8 @@ class SwigluCall:
     """A call of `swiglu_quantize`.
 
     Args:
-        m, f: h is [m, 2 f].
+        m, f, in_dtype: h is [m, 2 f] in `in_dtype`.
         spec: of the quantized result, or None.
-        in_dtype: of h.
 
     Example:
         >>> call = SwigluCall(4096, 1408, Spec.parse("e4m3:1x128"))
@@ -84,9 +80,7 @@ class MoveCall:
     """A call of `permute`, `gather` or `combine`.
 
     Args:
-        tokens: number of tokens.
-        top: experts that each token visits.
-        experts: number of experts.
+        tokens, top, experts: each of `tokens` tokens visits `top` of `experts` experts.
         dtype: of the rows.
 
     Example:

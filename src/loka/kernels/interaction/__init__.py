@@ -48,8 +48,7 @@ def finish(made: Interacted, tower: Tensor, call: InteractionCall, *, backend: s
     Args:
         made: returned by `interact`.
         tower: the tower's output, [B, n_f d].
-        call: sizes and options.
-        backend: a name of the registry, or "auto".
+        call, backend: as in `interact`.
 
     Returns:
         The next x, [B, n_f + n_l, d].
@@ -70,8 +69,7 @@ def norm_gradient(
         g: gradient of the next x, [B, n_f + n_l, d].
         following: the next x.
         rstd: kept by `interact` and `finish`, [B, n_f + n_l].
-        call: sizes and options.
-        backend: a name of the registry, or "auto".
+        call, backend: as in `interact`.
 
     Returns:
         The gradient of the norm's input, [B, n_f + n_l, d]. Its first n_f vectors are the tower's gradient.
@@ -89,12 +87,9 @@ def interact_gradient(
     """Compute the gradients of x and of the weight.
 
     Args:
-        x: [B, n, d].
-        weight: as in `interact`.
+        x, weight, call, backend: as in `interact`.
         dq: gradient of the normalized products, [B, n k].
         ds: returned by `norm_gradient`.
-        call: sizes and options.
-        backend: a name of the registry, or "auto".
 
     Returns:
         dx in x's dtype and dW in float32.

@@ -13,12 +13,10 @@ class InteractionCall:
     """The sizes of a Wukong layer.
 
     Args:
-        rows: examples in the batch.
-        n, d: number and width of the input vectors.
+        rows, n, d, dtype: x is [rows, n, d] in `dtype`: n vectors per example.
         k: mixtures that the input vectors are multiplied by.
         n_l, n_f: output vectors that are linear mixtures, and that come from the tower.
         project: the residual is W_r X, not X.
-        dtype: of x.
 
     Example:
         >>> call = InteractionCall(rows=8192, n=64, d=128, k=32, n_l=32, n_f=32, project=False)

@@ -71,11 +71,7 @@ def choose(q: Tensor, k: Tensor, *, backend: str = "auto") -> Selection:
 
 
 def load() -> None:
-    """Import all backends, because torch.compile cannot trace an import.
-
-    Example:
-        >>> load()
-    """
+    """Import all backends, because torch.compile cannot trace an import."""
     registry.load("masked_attention")
     if require_library("triton", "dev"):
         from loka.kernels.masked_attention import triton_ops  # noqa: F401

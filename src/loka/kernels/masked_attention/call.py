@@ -10,10 +10,8 @@ class MaskedAttentionCall:
     """A call of `masked_attention`.
 
     Args:
-        rows: batch size.
-        queries, keys: per row.
-        heads, shared: query heads, and heads of keys and values.
-        d: head width.
+        rows, queries, keys: batch size, and queries and keys per row.
+        heads, shared, d: query heads, heads of keys and values, and their width.
         dtype: of q, k and v.
 
     Example:

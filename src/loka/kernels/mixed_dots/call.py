@@ -12,9 +12,8 @@ class MixedDotsCall:
     """A call of `mixed_dots`.
 
     Args:
-        b, n, d: x is [b, n, d].
+        b, n, d, dtype: x is [b, n, d] in `dtype`.
         k: number of mixtures.
-        dtype: of x.
 
     Example:
         >>> call = MixedDotsCall(b=8192, n=64, d=128, k=24)

@@ -10,10 +10,8 @@ class RouterCall:
     """A call of `route` or `route_sorted`.
 
     Args:
-        tokens, k: x is [tokens, k].
-        experts: number of routed experts.
-        top: experts chosen per token.
-        dtype: of x.
+        tokens, k, dtype: x is [tokens, k] in `dtype`.
+        experts, top: number of routed experts, and of those chosen per token.
         always: every token also visits a shared expert.
 
     Example:

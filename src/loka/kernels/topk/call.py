@@ -12,10 +12,8 @@ class TopkCall:
     """A call of `topk`.
 
     Args:
-        rows, n: scores are [rows, n].
-        k: how many to select per row.
-        dtype: of the scores.
-        sorted: best first, not by index.
+        rows, n, dtype: scores are [rows, n] in `dtype`.
+        k, sorted: as in `topk`.
 
     Example:
         >>> call = TopkCall(rows=64, n=100_000, k=100)
@@ -43,10 +41,9 @@ class BeamTopkCall:
     """A call of `beam_topk`.
 
     Args:
-        requests, beams, codes: logits are [requests, beams, codes].
+        requests, beams, codes, dtype: logits are [requests, beams, codes] in `dtype`.
         k: how many to select per request.
-        dtype: of the logits.
-        masked: some codes are not allowed.
+        masked: whether there is a mask.
 
     Example:
         >>> call = BeamTopkCall(requests=8, beams=512, codes=8192, k=512)
