@@ -43,7 +43,7 @@ def test_what_was_put_on_top_since_stays() -> None:
     wrapped = type("Wrapped", (both,), {})
     assert unmix(both, Louder) is mix(Own, Odd)
     assert unmix(wrapped, Louder).__bases__ == (mix(Own, Odd),)
-    with pytest.raises(ValueError, match="Own is no Louder any more"):
+    with pytest.raises(ValueError, match="Own no longer has the mixin Louder"):
         unmix(Own, Louder)
 
 
