@@ -151,8 +151,8 @@ def _find(searches: "list[_Search]", options: _Options) -> Discovered:
     read = {name for search in searches for name in search.flow.outside_reads}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and id(module) not in called:
-            why = _BYPASSED if f"{name}.weight" in read else "it was not called; hint: use an example, or batches, that call it"  # fmt: skip
-            found.alone[name] = refuse(module) or why
+            bypassed = f"{name}.weight" in read
+            found.alone[name] = refuse(module) or (_BYPASSED if bypassed else "it was not called; hint: use an example, or batches, that call it")  # fmt: skip
     for search in searches:
         others = [other for other in searches if other is not search]
         for site, calls in search.calls.items():
