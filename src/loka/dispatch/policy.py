@@ -188,12 +188,10 @@ def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None)
     here = report.environment.device
     if policy.target is None or (policy.target == here and database is None):
         if database is not None:
-            raise ValueError(
-                f"the database is asked for a machine elsewhere: set target; this report was made on {here!r}"
-            )
+            raise ValueError(f"a database is only used for a target: set target; this report was made on {here!r}")
         if policy.row_factor != 1:
             raise ValueError(
-                "row_factor scales the rows of a target elsewhere; times measured here are of the rows seen here"
+                "row_factor scales the rows per call on a target; times measured by Probe are for the rows it saw"
             )
         return ProbeSpeeds(here), []
     database = shipped_database() if database is None else database
@@ -211,7 +209,7 @@ def _speed_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[st
         return []
     if isinstance(speeds, DatabaseSpeeds):
         return [
-            f"nothing is converted: the database has no row of {policy.target} for any GEMM of this model; tune there"
+            f"nothing is converted: the database has no row of {policy.target} for any GEMM of this model; hint: tune on that device"
         ]
     return [
         f"nothing is converted: a speed-up over {policy.min_speedup:g} is asked for and none was measured on "

@@ -220,7 +220,7 @@ MIXTURES: dict[str, Mixture] = {
         _onerec("onerec", "blockwise", "blockwise"),
         _onerec("onerec_rows", "rowwise", "rowwise"),
         _onerec("onerec_mixed", "rowwise", "blockwise"),
-        Mixture("none", (Rule("*", None, "left in 16 bits"),)),
+        Mixture("none", (Rule("*", None, "left in 16-bit precision"),)),
     )
 }
 

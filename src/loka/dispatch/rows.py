@@ -158,7 +158,7 @@ def _reason_to_skip(row: KernelRow, versions: dict[str, str]) -> str | None:
     if row.op not in registry.BACKENDS or set(row.shape) - {"m", "k", "n"} or not row.shape.get("m"):
         return f"{row.op} with shape {row.shape} is no call of the registry"
     if not row.call.partition(" ")[2]:
-        return "the call has no spelling beside its shape"
+        return "the call is described by its shape alone"
     if row.shape["m"] != bucket_of(row.shape["m"]):
         return "M is not the edge of a bucket"
     if row.microseconds is None and (row.refusal or "").startswith("not timed"):

@@ -48,7 +48,7 @@ class ScaledMm(Op[MatmulCall]):
         return parse_variant(variant, shape)
 
     def spell(self, call: MatmulCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return f"{call.a}@{call.b}{'|fast' if call.fast_accum else ''}|{str(call.out_dtype).removeprefix('torch.')}"
 
     def operands(
@@ -125,7 +125,7 @@ class Quantize(Op[QuantizeCall]):
         return QuantizeCall(*shape[:2], parsed, transpose=parsed_t)
 
     def spell(self, call: QuantizeCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return f"{call.spec or ''}{f'+{call.transpose}' if call.transpose else ''}"
 
     def operands(self, call: QuantizeCall, *, seed: int, distribution: str, device: torch.device) -> Tensor:

@@ -73,7 +73,7 @@ class Attention(Op[RaggedAttention]):
         )
 
     def spell(self, call: RaggedAttention) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return spell_variant(f"{call.d_qk}x{call.d_v}", call, FLAGS)
 
     def operands(

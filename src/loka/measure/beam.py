@@ -61,7 +61,7 @@ class BeamAttention(Op[RaggedCall]):
         return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, ragged="ragged" in options)
 
     def spell(self, call: RaggedCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return spell_variant(f"{call.heads}/{call.groups}x{call.d}", call, ("shared", "ragged"))
 
     def operands(self, call: RaggedCall, *, seed: int, distribution: str, device: torch.device) -> BeamOperands:

@@ -55,7 +55,7 @@ class Dots(Op[PairsCall]):
         return PairsCall(b, n, d, count, dtype, "gradient" in options)
 
     def spell(self, call: PairsCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return spell_variant("pairs|self" if _includes_diagonal(call) else "pairs", call, ("gradient",))
 
     def operands(self, call: PairsCall, *, seed: int, distribution: str, device: torch.device) -> DotsOperands:

@@ -84,7 +84,7 @@ class GroupedMm(Op[LoadedCall]):
         return LoadedCall(m, k, n, int(counts[0]), specs[0], specs[1], dtype, out, fast, even=even)
 
     def spell(self, call: LoadedCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         kind = str(call.in_dtype).removeprefix("torch.") if call.a is None else f"{call.a}@{call.b}"
         options = [str(call.experts), *(["even"] if call.even else []), *(["fast"] if call.fast_accum else [])]
         return "|".join([kind, *options])

@@ -100,7 +100,7 @@ class Interaction(Op[LayerCall]):
         return LayerCall(*shape, k, n_l, n_f, "project" in options, dtype, "gradient" in options)
 
     def spell(self, call: LayerCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return spell_variant(f"{call.k}/{call.n_l}+{call.n_f}", call, ("project", "gradient"))
 
     def operands(self, call: LayerCall, *, seed: int, distribution: str, device: torch.device) -> LayerOperands:

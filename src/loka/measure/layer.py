@@ -102,7 +102,7 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         return FusedCall(m, k, n, Spec.parse(left), Spec.parse(right), out, block, chosen, *extras)
 
     def spell(self, call: FusedCall | GradientCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         options = [call.activation, *(["nonorm"] if not call.norm_block else [])]
         options += [name for name in ("bias", "keep", "transpose") if getattr(call, name, False)]
         if isinstance(call, GradientCall):

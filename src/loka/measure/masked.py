@@ -66,7 +66,7 @@ class MaskedAttention(Op[PaddedAttention]):
         return PaddedAttention(rows, length, length, heads, heads, int(match[1]), dtype, *(name in options for name in FLAGS))  # fmt: skip
 
     def spell(self, call: PaddedAttention) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return spell_variant(str(call.d), call, FLAGS)
 
     def operands(self, call: PaddedAttention, *, seed: int, distribution: str, device: torch.device) -> MaskedOperands:

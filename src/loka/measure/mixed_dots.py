@@ -53,7 +53,7 @@ class MixedDots(Op[MixturesCall]):
         return MixturesCall(*shape, int(head[1]), dtype, "gradient" in options)
 
     def spell(self, call: MixturesCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return spell_variant(f"mixtures={call.k}", call, ("gradient",))
 
     def operands(self, call: MixturesCall, *, seed: int, distribution: str, device: torch.device) -> MixturesOperands:

@@ -54,7 +54,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         return call.spec
 
     def spell(self, call: NormCall | NormGradientCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         if isinstance(call, NormGradientCall):
             return norm_gradient.spell(call)
         options = [call.activation, *(name for name in ("affine", "residual", "transpose") if getattr(call, name))]

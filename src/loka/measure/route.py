@@ -65,7 +65,7 @@ class Route(Op[SortedRouterCall]):
         return SortedRouterCall(*shape, int(match[1]), dtype, "always" in options, "sorted" in options)
 
     def spell(self, call: SortedRouterCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return spell_variant(f"top={call.top}", call, ("always", "sorted"))
 
     def operands(self, call: SortedRouterCall, *, seed: int, distribution: str, device: torch.device) -> RouterOperands:

@@ -108,7 +108,7 @@ class EmbeddingBag(Op[BagCall]):
         return BagCall(rows, width, bags, bags * items, kind, modes[0], "weighted" in options)
 
     def spell(self, call: BagCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         items = call.items // max(call.bags, 1)
         options = [call.kind, call.mode, f"items={items}", *(["weighted"] if call.weighted else [])]
         return "|".join(options)
@@ -175,7 +175,7 @@ class EmbeddingUpdate(Op[UpdateCall]):
         return UpdateCall(rows, width, bags, bags * items, kind, rule.kind)
 
     def spell(self, call: UpdateCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         return f"{call.kind}|{call.rule}|items={call.items // max(call.bags, 1)}"
 
     def operands(self, call: UpdateCall, *, seed: int, distribution: str, device: torch.device) -> Items:

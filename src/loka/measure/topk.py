@@ -57,7 +57,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return BeamTopkCall(rows, beams[0], n, k, dtype, "masked" in options)
 
     def spell(self, call: TopkCall | BeamTopkCall) -> str:
-        """The inverse of `parse`."""
+        """See `Op.spell`."""
         options = [str(call.dtype).removeprefix("torch.")]
         if isinstance(call, BeamTopkCall):
             options += [f"beams={call.beams}", *(["masked"] if call.masked else [])]

@@ -167,7 +167,7 @@ def _explain_evidence(known: "UnitEvidence | None") -> list[str]:
         return []
     lines = [] if known.error is None else [f"    relative error {known.error:.3%}"]
     for name, interval, how in (
-        ("speed-up over compiled 16 bits", known.speedup, "{:.2f}x"),
+        ("speed-up over the compiled 16-bit unit", known.speedup, "{:.2f}x"),
         ("time", known.microseconds, "{:.1f} us"),
         ("predicted change of the loss", known.harm, "{:+.4%}"),
         ("measured change of the metric, this unit alone", known.metric_change, "{:+.4%}"),

@@ -241,9 +241,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path).resolve()  # replace the target of a symbolic link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(
-        f".{path.name}.{secrets.token_hex(6)}"
-    )  # mkstemp files are private to the owner
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")  # mkstemp files are private to the owner
     try:
         yield temporary
         with temporary.open("rb") as file:

@@ -131,7 +131,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
             if self.speedup is None:
                 return f"nothing was converted to low precision; rewritten by {', '.join(self.plan.mods)}, speed not measured"
             speed = f"{self.speedup:.2fx}"
-            return f"nothing runs in FP8; in 16 bits with {', '.join(self.plan.mods)} the step is {speed} of the compiled original"
+            return f"nothing runs in FP8; with {', '.join(self.plan.mods)} the 16-bit step is {speed} over the compiled original"
         change = self.metric_change
         if change is None:
             quality = "the metric was not measured"
@@ -141,7 +141,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
             quality = f"{self.metric_name} {change:+.4%}: {shown} {self.used_margin:.2%}"
         speed = "speed not measured" + (f" ({self.speed_note})" if self.speed_note else "")
         if self.speedup is not None:
-            speed = f"step {self.speedup:.2fx} over compiled 16 bits"
+            speed = f"step {self.speedup:.2fx} over the compiled 16-bit step"
             return f"{speed}; {quality}"
         return f"{quality}; {speed}{self._describe_estimate()}"
 
