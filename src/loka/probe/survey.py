@@ -223,5 +223,5 @@ def _judge_in_chain(watch: Watch, running: GemmVerdict, alone: GemmVerdict) -> G
     """Return the verdict inside the chain; unless it is safe, the reason adds the verdict outside the chain."""
     chain = chain_of(watch.module)
     assert chain is not None
-    beside = "" if running.safety == "safe" else f"; alone: {alone.safety}, {alone.reason}"
-    return replace(running, reason=f"in the chain {chain.name}: {running.reason}{beside}")
+    extra = "" if running.safety == "safe" else f"; alone: {alone.safety}, {alone.reason}"
+    return replace(running, reason=f"in the chain {chain.name}: {running.reason}{extra}")

@@ -104,16 +104,16 @@ def judge(
     causes: list[Cause] = []
     found = f"{_spell_error(gemm, best.error)}{_spell_origin(best)}"
     if scored:
-        held, beside = f"{spell_harm(size)}; {allowed.spell()}", f"; {found}"
+        held, extra = f"{spell_harm(size)}; {allowed.spell()}", f"; {found}"
     elif passing:
         held = f"{found}, limit {limit:g}"
-        beside = f"; what that does to the loss was not measured: {unscored or 'no step was scored'}"
+        extra = f"; what that does to the loss was not measured: {unscored or 'no step was scored'}"
     else:
-        held, beside = f"{found}, exceeds {limit:g}", ""
+        held, extra = f"{found}, exceeds {limit:g}", ""
     if passing:
         others = list(dict.fromkeys(_spell_candidate(c) for c, _ in passing if c is not best))
         also = f"; also {'within' if scored else 'under'} it: {', '.join(others)}" if others else ""
-        reason = f"{_spell_candidate(best)}: {held}{also}{beside}"
+        reason = f"{_spell_candidate(best)}: {held}{also}{extra}"
         safety = "safe" if scored else "not measured"
     else:
         causes = explain(best) if explain is not None else []
@@ -121,7 +121,7 @@ def judge(
         if not scored and explain is not None and not causes:
             words.insert(0, "none of the tested causes explains it alone")
         because = f": {'; '.join(words)}" if words else ""
-        reason = f"the best, {_spell_candidate(best)}: {held}{beside}{because}"
+        reason = f"the best, {_spell_candidate(best)}: {held}{extra}{because}"
         mod = _suggest_mod(causes, outputs)
     reason = f"{reason}{speed_reason}{named}"
     return GemmVerdict(gemm=gemm, safety=safety, speed=speed, reason=reason, suggested_mod=mod, causes=causes)

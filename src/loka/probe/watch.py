@@ -50,7 +50,7 @@ from loka.records import GEMMS, Gemm, Role, TensorStats
 WEIGHT_EVERY = 10
 SCORED_KINDS = ("linear", "mixed")
 MAX_UNGRADED = 8  # calls without gradients kept per step
-UNKNOWN_LOSS = "the loss is not known: it is no cross-entropy of what the model returned; hint: probe.step(loss)"
+UNKNOWN_LOSS = "the loss is not known: it is not a cross-entropy of the model's output; hint: probe.step(loss)"
 LossOf = Callable[[int], tuple[Tensor, Tensor] | None]
 
 
