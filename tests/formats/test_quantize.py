@@ -402,15 +402,11 @@ class TestQTensor:
             QTensor(torch.zeros(2, 3, dtype=torch.int8), torch.ones(2, 1), Spec.parse("int8:1x2"))
 
     def test_wrong_scale_type(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"scale must be float32 on cpu, where data is; got torch.float64 on cpu"
-        ):
+        with pytest.raises(ValueError, match=r"scale must be float32 on cpu, where data is; got torch.float64 on cpu"):
             QTensor(torch.zeros(2, 3, dtype=torch.int8), torch.ones(2, 1, dtype=torch.float64), Spec.parse("int8:row"))
 
     def test_wrong_device(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"scale must be float32 on cpu, where data is; got torch.float32 on meta"
-        ):
+        with pytest.raises(ValueError, match=r"scale must be float32 on cpu, where data is; got torch.float32 on meta"):
             QTensor(torch.zeros(2, 3, dtype=torch.int8), torch.ones(2, 1, device="meta"), Spec.parse("int8:row"))
 
     @pytest.mark.parametrize("text", ["e2m1:1x16:e4m3", "e2m1:1x16"])
