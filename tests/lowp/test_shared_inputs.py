@@ -160,7 +160,7 @@ def test_without_an_example_nothing_is_shared() -> None:
     model, x = Experts(same).eval().to(torch.bfloat16), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     done = loka.convert(model, plan_everything(model, x, serving=True, linears=WIDTH), freeze=True)
     assert SHARED not in model.__dict__
-    assert any("which ones do, an example shows" in note for note in done.notes)
+    assert any("finding them takes an example" in note for note in done.notes)
 
 
 def test_eager_mode_shares_nothing() -> None:
