@@ -1,8 +1,10 @@
-"""Handing on: the head has run the whole chain, and every later module of it must be called in the order in which the chain was found; the last linear returns the result.
+"""Pass a chain's result from its head, which has computed it, to its last linear, which returns it.
 
-What is handed on until then (`StandIn`) stands for what the modules would have given: it has their shape and type and no values. Whatever computes with it is another path than the chain was
-found on, a hidden state that is returned on demand for example, and raises; it never gets the chain's result in its place. torch.compile traces a tensor of NaN instead, which nothing is left of
-where nothing reads it, and which shows where something does.
+In between, the modules of the chain must be called in the order in which the chain was found. They pass on a
+placeholder (`StandIn`) with the shape and dtype of the original output and no values. Computing with it means that the
+forward takes a different path than the example, such as returning a hidden state on demand, and raises; it never
+silently uses the chain's result. Under torch.compile the placeholder is a tensor of NaN, which is eliminated if nothing
+reads it and shows up in the output if something does.
 """
 
 import math
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 
 from loka.lowp.chain_function import Link
 from loka.lowp.chain_parts import Part
+from loka.lowp.passing import is_in_place, spell_call
 
 
 class AnotherPathError(RuntimeError):
-    """A forward took another path than the example a chain was found on.
+    """A forward took a different path than the example that a chain was found on.
 
     Args:
         text: what was seen.
@@ -29,49 +32,71 @@ class AnotherPathError(RuntimeError):
         self.chain = chain
 
 
-_HINT = "this forward takes another path than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
-# what may be asked of a stand-in: nothing of its values
-_ASKED = {
+_HINT = (
+    "this forward takes another path than the example the chain was found on; "
+    "hint: loka.revert(model), and an example that takes this path"
+)
+# attributes and methods of a stand-in that do not depend on its values
+_METADATA = {
     "shape", "size", "dim", "ndim", "numel", "dtype", "layout", "stride", "requires_grad", "is_floating_point", "is_complex", "is_sparse", "is_nested",
-    "is_contiguous", "element_size", "itemsize", "__len__", "is_inference",
+    "is_contiguous", "element_size", "itemsize", "__len__", "is_inference", "is_same_size",
 }  # fmt: skip
 
 
 class StandIn(Tensor):
-    """What a module inside of a chain hands on, until the chain's last linear: a shape and a type."""
+    """A placeholder with a shape and a dtype, which modules inside a chain return; its values must not be read.
+
+    Between two linears it is on the meta device. After the last linear, if an activation is still to come, it holds the
+    result, so that autograd (a reentrant checkpoint, for example) can attach the result's history to it.
+    """
 
     @classmethod
     def of(cls, result: Tensor, width: int, chain: "HandsOn") -> "StandIn":
-        """One for rows of some width, of a chain with this result."""
+        """Return a stand-in between two linears, with the rows of `result` and the given width."""
         made = torch.empty((*result.shape[:-1], width), dtype=result.dtype, device="meta").as_subclass(cls)
         made.__dict__.update(loka_chain=chain, loka_device=result.device)
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # a checkpoint that is given nothing with a gradient would cut off the result's
+        with torch._C.DisableTorchFunctionSubclass():
+            # a checkpoint whose inputs need no gradient would cut off the result's
             made.requires_grad_(result.requires_grad)
         return made
 
     @classmethod
+    def before(cls, result: Tensor, chain: "HandsOn") -> "StandIn":
+        """Return a stand-in for the output of the last linear, while computed calls are still to come."""
+        made = result.as_subclass(cls)
+        made.__dict__.update(loka_chain=chain, loka_device=result.device)
+        return made
+
+    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers what has nothing to do with values; a call that would return the tensor as it is returns it; anything else raises."""
+        """Answer metadata queries, skip calls that the chain has computed or that change nothing, else raise."""
+        kwargs = kwargs or {}
+        found = next(_stand_ins((args, kwargs)))
+        chain: HandsOn | None = found.__dict__["loka_chain"]
+        if chain is None:  # an activation in place has made it the result
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         mine = args[0] if args and isinstance(args[0], StandIn) else None
         name = getattr(getattr(func, "__self__", func), "__name__", "")  # of a property's getter it is the property's
         if mine is not None and name == "device":
             return mine.__dict__["loka_device"]
-        if mine is not None and name in _ASKED:
+        # A reentrant checkpoint that ends in front of the last activation calls backward on what it recomputed.
+        if (mine is not None and name in _METADATA) or (name == "backward" and chain.ends_with(found)):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if mine is not None and name in ("contiguous", "to", "float", "half", "bfloat16", "type_as") and _keeps(mine, name, args[1:], kwargs or {}):  # fmt: skip
+                return func(*args, **kwargs)
+        if mine is not None and name in ("contiguous", "to", "float", "half", "bfloat16", "type_as") and _keeps(mine, name, args[1:], kwargs):  # fmt: skip
             return mine
-        found = next(_stand_ins((args, kwargs)))
-        chain: HandsOn = found.__dict__["loka_chain"]
+        called = spell_call(func, args, kwargs)
+        if called is not None and chain.pending is (mine if args else kwargs.get("input")):
+            # recomputed by a checkpoint, outside of the forward that the mode of `loka.lowp.passing` surrounds
+            return chain.meet_call(*called, in_place=is_in_place(func, args, kwargs))
         if chain.pending is found:
             chain.forget()
-        raise AnotherPathError(f"{name or func} reads what the chain {chain.name} has inside, between two of its linears: {_HINT}", chain.name)  # fmt: skip
+        raise AnotherPathError(f"{name or func} reads a value inside the chain {chain.name}, which does not keep it: {_HINT}", chain.name)  # fmt: skip
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
-    """Those among the arguments of a function: in a list, where tensors are joined."""
+    """Yield the stand-ins among the arguments of a function, also those in lists (torch.cat)."""
     if isinstance(value, StandIn):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -80,7 +105,7 @@ def _stand_ins(value: Any) -> Iterator[StandIn]:
 
 
 def _keeps(tensor: StandIn, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-    """Whether a call would return the tensor as it is."""
+    """Check whether a call would return the tensor unchanged."""
     with torch._C.DisableTorchFunctionSubclass():
         dtype, device = tensor.dtype, tensor.__dict__["loka_device"]
     if name != "to":
@@ -91,29 +116,31 @@ def _keeps(tensor: StandIn, name: str, args: tuple[Any, ...], given: dict[str, A
 
 
 class HandsOn:
-    """Where in a chain the result is that is handed on: `_at` the link whose linear was met last, `_met` how many stops since."""
+    """The position in a chain up to which its modules have been called since the head ran."""
 
     name: str
     parts: tuple[Part, ...]
     links: tuple[Link, ...]
-    pending: Tensor | None  # what is handed on, from the head's call to the last stop
-    _result: Tensor | None  # of the whole chain, until its last linear is met
-    _at: int
-    _met: int
-    around_all: list[nn.Module]  # callers that all of it lies in
-    _dropping: tuple[float, ...]  # what each link dropped in the call whose result is handed on
+    pending: Tensor | None  # what is passed on, from the head's call to the last one expected
+    _result: Tensor | None  # of the whole chain, until it is returned
+    _at: int  # the link whose linear was called last
+    _met: int  # how many modules and functions were called since
+    _recomputing: bool = False  # whether the last call came from a checkpoint's backward, which stops where it likes
+    around_all: list[nn.Module]  # callers that contain the whole chain
+    _dropping: tuple[float, ...]  # p of each link's dropout in this call
 
     def begin(self, result: Tensor) -> Tensor:
-        """The head has run the chain, and everything that stood between its linears and behind the last must be called. Says where the call before left something of it out.
+        """Start to expect the later modules of the chain. Raise if the previous call left some of them out.
 
         Args:
-            result: of the whole chain.
+            result: the result of the whole chain.
 
         Returns:
-            What the head gives.
+            What the head returns.
         """
-        if self.pending is not None:
+        if self.pending is not None and not self._recomputing:
             self._refuse_rest("in the call before this one")
+        self._recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         self._at = self._met = 0
         self._dropping = tuple(part.find_p() for part in self.parts)
         if len(self.parts) == 1 and not self._stops():
@@ -122,35 +149,55 @@ class HandsOn:
         return self._pass_linear()
 
     def forget(self) -> None:
-        """Nothing is handed on any more."""
+        """Stop passing on the chain's result."""
         self.pending = self._result = None
 
+    def ends_with(self, stand_in: StandIn) -> bool:
+        """Return True if the stand-in is the output of the last linear, which holds the result."""
+        return stand_in is self.pending and self._at == len(self.parts) - 1
+
     def _pass_linear(self) -> Tensor:
-        """What the linear gives that was met last: the result behind the last one, and what stands for it before."""
-        result = self._result
+        """Return the output of the linear that was just called: the result if nothing follows, otherwise a stand-in."""
+        result, last = self._result, self._at == len(self.parts) - 1
         assert result is not None
-        if self._at == len(self.parts) - 1:
-            self._result, self.pending = None, result
+        if last and not self._stops():
+            self.forget()
+            return result
+        width = self.parts[self._at].linear.out_features
+        if torch.compiler.is_compiling():
+            self.pending = result.new_full((*result.shape[:-1], width), math.nan)
         else:
-            width, compiling = self.parts[self._at].linear.out_features, torch.compiler.is_compiling()
-            self.pending = result.new_full((*result.shape[:-1], width), math.nan) if compiling else StandIn.of(result, width, self)  # fmt: skip
+            self.pending = StandIn.before(result, self) if last else StandIn.of(result, width, self)
         return self.pending
 
-    def meet(self, given: Tensor, *, linear: bool) -> Tensor:
-        """A later module of the chain is called, and gives what is returned. A forward that takes another path than the example did is an error, never another number."""
+    def meet(self, given: Tensor, *, linear: bool, in_place: bool = False) -> Tensor:
+        """Return the output of a later module of the chain. Raise if the forward takes another path than the example.
+
+        Args:
+            given: the module's input, which must be what the chain passed on.
+            linear: whether the module is one of the chain's linears.
+            in_place: whether the module writes to its input.
+        """
         if given is not self.pending or (linear and self._met != self._stops()):
             self.forget()
             raise AnotherPathError(
-                f"a module of the chain {self.name} was called with something other than what the chain made: {_HINT}",
+                f"a module of the chain {self.name} was called with something other than the chain's output: {_HINT}",
                 self.name,
             )
-        self._at, self._met = (self._at + 1, 0) if linear else (self._at, self._met + 1)
-        handed = self._pass_linear() if linear else given
-        self._end_here()
-        return handed
+        if linear:
+            self._at, self._met = self._at + 1, 0
+            return self._pass_linear()
+        self._met += 1
+        return self._hand_on(in_place)
 
-    def meet_call(self, called: str, number: float) -> None:
-        """A function is called on what is handed on: an activation with its slope, or a dropout with its p, 0 where it has no effect."""
+    def meet_call(self, called: str, number: float, *, in_place: bool = False) -> Tensor:
+        """Return the output of a function that is called on what the chain passed on.
+
+        Args:
+            called: "dropout", or the activation's name.
+            number: the dropout's effective p, or the activation's slope.
+            in_place: whether it writes to its input.
+        """
         part, p = self.parts[self._at], self._dropping[self._at]
         link = part.link
         if called == "dropout":
@@ -162,14 +209,29 @@ class HandsOn:
         if not agrees:
             self.forget()
             raise AnotherPathError(
-                f"{said} was called behind {link.linear}, where the chain {self.name} {has}: {_HINT}",
+                f"{said} was called after {link.linear}, where the chain {self.name} {has}: {_HINT}",
                 self.name,
             )
         self._met += called != "dropout" or number > 0
-        self._end_here()
+        return self._hand_on(in_place)
+
+    def _hand_on(self, in_place: bool) -> Tensor:
+        """Return the result after the last expected call of the chain, and what was passed on before it."""
+        handed, result = self.pending, self._result
+        assert handed is not None
+        assert result is not None
+        if self._at < len(self.parts) - 1 or self._met < self._stops():
+            return handed
+        self.forget()
+        if isinstance(handed, StandIn):
+            if in_place:  # a forward may go on with what it gave to the activation
+                handed.__dict__["loka_chain"] = None
+            with torch._C.DisableTorchFunctionSubclass():
+                return handed.as_subclass(Tensor)  # not `result`: the history may have been attached to the stand-in
+        return handed.copy_(result) if in_place else result
 
     def leave(self, caller: nn.Module) -> None:
-        """The forward of a caller is over: what it calls behind the last linear must have been called, and all of the chain where that lies inside of it."""
+        """Handle the end of a caller's forward. Raise if it left out calls that only it could have made."""
         if self.pending is None:
             return
         last = self._at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers)
@@ -179,14 +241,11 @@ class HandsOn:
     def _refuse_rest(self, when: str) -> None:
         self.forget()
         raise AnotherPathError(
-            f"the chain {self.name} has computed what stood behind {self.links[self._at].linear} when it was found, and {when} the model did not call all of it: that forward took another path "
-            "than the example the chain was found on, or ended in an exception; hint: loka.revert(model), and an example that takes this path",
+            f"the chain {self.name} has computed what followed {self.links[self._at].linear} in the example, but "
+            f"{when} the model did not call all of it: that forward took another path than the example the chain was "
+            "found on, or ended in an exception; hint: loka.revert(model), and an example that takes this path",
             self.name,
         )
 
     def _stops(self) -> int:
         return self.parts[self._at].stops(self._dropping[self._at])
-
-    def _end_here(self) -> None:
-        if self._at == len(self.parts) - 1 and self._met == self._stops():
-            self.pending = None

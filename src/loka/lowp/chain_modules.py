@@ -1,8 +1,8 @@
-"""The modules of a chain: they keep their identity and change their class, and change it back.
+"""The modules of a chain. They keep their identity and change their class while the chain is placed.
 
 Head      the first linear; its forward runs the whole chain
-Passed    every later linear, norm, activation and dropout; its forward computes nothing, and hands on what the chain says (`loka.lowp.chain_handing`)
-caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); its forward is its own
+Passed    every later linear, norm, activation and dropout; its forward computes nothing (`loka.lowp.chain_handing`)
+caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); it keeps its own forward
 """
 
 from collections.abc import Iterator
@@ -18,31 +18,27 @@ from loka.nn.mixing import mix, unmix
 if TYPE_CHECKING:
     from loka.lowp.chain import Chain
 
-CHAIN = "loka_chain"  # on every module of a chain: the chain
-SEES_CHAINS = "loka_sees_chains"  # on a forward hook that knows of chains: it does not mistake what a module of one hands on for its output
+CHAIN = "loka_chain"  # attribute of every module of a chain: the chain
+SEES_CHAINS = "loka_sees_chains"  # attribute of a forward hook that knows that modules of a chain return placeholders
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody's hooks see what goes in or out, forward or backward, and would be misled by a chain.
+    """Check whether a module has a forward or backward hook that a chain would mislead.
 
-    Args:
-        module: any module.
-
-    Returns:
-        True where it has a hook of any kind that does not know of chains (`SEES_CHAINS`; Probe's do).
+    Hooks marked with `SEES_CHAINS`, such as Probe's, do not count.
     """
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
 
 
 class InChain(nn.Module):
-    """What every module of a chain does beside its forward; it stands in front of the module's own class (`loka.nn.mixing`)."""
+    """What all modules of a chain have in common. It is mixed in before the module's own class (`loka.nn.mixing`)."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         chain = self.__dict__[CHAIN]
         if isinstance(self, Head):
-            # its own weight: later linears have not moved yet; offloaded weights say nothing
+            # use the head's weight: later linears have not moved yet, and offloaded weights are on the host
             chain.to(self.weight.device if chain.frozen is None else fn(chain.static).device)
         return self
 
@@ -53,13 +49,13 @@ class InChain(nn.Module):
             chain.refresh()
 
     def train(self, mode: bool = True) -> Any:
-        """Training mode thaws: frozen weights have no gradient."""
+        """Set the mode. Training mode thaws the chain, since frozen weights have no gradient."""
         if mode and self.__dict__[CHAIN].frozen is not None:
             self.__dict__[CHAIN].thaw()
         return super().train(mode)
 
     def extra_repr(self) -> str:
-        """As the module's own, and where it runs."""
+        """Return the module's own repr and its chain."""
         own, chain = super().extra_repr(), self.__dict__[CHAIN]
         what = repr(chain) if isinstance(self, Head) else f"runs in chain {chain.name}"
         return f"{own}, {what}" if own else what
@@ -72,12 +68,12 @@ class InChain(nn.Module):
 
 
 class Head(InChain):
-    """The first linear: runs the chain."""
+    """The first linear of a chain."""
 
     weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """The whole chain."""
+        """Run the whole chain, and return its result or a placeholder that later modules pass on."""
         chain = self.__dict__[CHAIN]
         refuse_export(chain)
         handed: Tensor = chain.begin(chain.run(input))
@@ -85,11 +81,13 @@ class Head(InChain):
 
 
 class Passed(InChain):
-    """A later module: the head has done its work."""
+    """A later module of a chain; the head has already computed its result."""
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What the chain hands on; what came in must be that too."""
-        handed: Tensor = self.__dict__[CHAIN].meet(input, linear=isinstance(self, nn.Linear))
+        """Return what the chain passes on. Raise if the input is not what the chain passed on before."""
+        handed: Tensor = self.__dict__[CHAIN].meet(
+            input, linear=isinstance(self, nn.Linear), in_place=getattr(self, "inplace", False)
+        )
         return handed
 
 
@@ -97,12 +95,12 @@ class _Caller(nn.Module):
     """A module whose forward calls activations of chains as functions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Its own, with those calls handing on what they are given."""
+        """Run the module's own forward, in which these calls return their input."""
         if torch.compiler.is_compiling():
             return self._run_handing_on(*args, **kwargs)
         try:
             return self._run_handing_on(*args, **kwargs)
-        except BaseException:  # a batch that fails says nothing about the path of the next one
+        except BaseException:  # do not report a missing call in the next batch because this one failed
             for chain in self.__dict__[CALLS].chains:
                 chain.forget()
             raise
@@ -117,7 +115,7 @@ class _Caller(nn.Module):
 
 
 def add_call(caller: nn.Module, chain: "Chain") -> None:
-    """Have a module's forward hand on what a chain hands on."""
+    """Make a module's forward skip the functions that a chain has computed."""
     if CALLS not in caller.__dict__:
         caller.__dict__[CALLS] = HandOn()
         caller.__class__ = mix(type(caller), _Caller)
@@ -125,7 +123,7 @@ def add_call(caller: nn.Module, chain: "Chain") -> None:
 
 
 def drop_call(caller: nn.Module, chain: "Chain") -> None:
-    """The inverse."""
+    """Undo `add_call`."""
     mode: HandOn | None = caller.__dict__.get(CALLS)
     if mode is None or chain not in mode.chains:
         return
@@ -136,13 +134,13 @@ def drop_call(caller: nn.Module, chain: "Chain") -> None:
 
 
 def chain_of(module: nn.Module) -> "Chain | None":
-    """The chain a module runs in, or None.
+    """Return the chain that a module is part of, or None.
 
     Args:
         module: any module.
 
     Returns:
-        Its chain; the same object for every module of it.
+        The chain; the same object for all of its modules.
 
     Example:
         >>> chain_of(model.top[0]).name
@@ -153,13 +151,13 @@ def chain_of(module: nn.Module) -> "Chain | None":
 
 
 def chains_of(model: nn.Module) -> "Iterator[tuple[str, Chain]]":
-    """Every chain placed in a model, by the name of its first linear.
+    """Yield every chain placed in a model.
 
     Args:
         model: converted or not.
 
     Returns:
-        Pairs of the head's name in this model and the chain.
+        Pairs of the first linear's name in this model and the chain.
 
     Example:
         >>> for name, chain in chains_of(model): print(name, chain)

@@ -1,12 +1,14 @@
-"""Activations that a forward calls as functions, or that are one module in many places, while a chain runs them.
+"""Skip functional activations and dropouts, or modules with several uses, that a chain has already computed.
 
-    h = F.relu(self.a(x))            self.a is the head of a chain: it has run the whole of it, and h stands for what it would be
+    h = F.relu(self.a(x))            self.a is the head of a chain: it has run all of it, and h is a placeholder
     h = F.relu(self.b(h))
     return self.c(h)
 
-Nothing stands there whose class could be changed. So the module whose forward makes the call (the caller) runs it under a mode of torch that sees every function: a call of an activation, or of
-a dropout, on the very tensor that a chain is handing on returns that tensor; every other call goes on as it is. Which tensor that is and what may come next is the chain's
-business (`Chain.begin`, `Chain.meet`): another activation or another p than the example showed, or one that is left out, is an error. torch.compile traces the mode and leaves nothing of it in the graph.
+A function has no class to change. So the forward that calls it (the caller) runs under a TorchFunctionMode: an
+activation or dropout of exactly the tensor that a chain is passing on returns that tensor, every other call is
+unchanged. The chain keeps track of that tensor and of what must come next (`Chain.begin`, `Chain.meet`): an activation
+or p that differs from the example, or a missing call, is an error. torch.compile traces the mode and leaves nothing of
+it in the graph.
 """
 
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from loka.kernels.activation import LEAK
 
-CALLS = "loka_calls"  # on a caller: the mode its forward runs under
+CALLS = "loka_calls"  # attribute of a caller: the mode its forward runs under
 _RELU = (F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_, F.relu_)
 _SILU = (F.silu,)
 _GELU = (F.gelu,)
@@ -29,14 +31,25 @@ _TANH = (F.tanh, torch.tanh, Tensor.tanh, torch.tanh_, Tensor.tanh_)
 _SIGMOID = (F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.sigmoid_, Tensor.sigmoid_)
 _LEAKY = (F.leaky_relu, F.leaky_relu_)
 DROPOUTS = (F.dropout, torch.dropout)
+_IN_PLACE = (
+    torch.relu_,
+    Tensor.relu_,
+    F.relu_,
+    torch.tanh_,
+    Tensor.tanh_,
+    torch.sigmoid_,
+    Tensor.sigmoid_,
+    F.leaky_relu_,
+)
+_INPLACE_AT = {F.relu: 1, F.silu: 1, F.hardswish: 1, F.leaky_relu: 2, F.dropout: 3}  # the position of `inplace`
 
 
-_OFF: list[bool] = []  # not empty: no chain draws
+_OFF: list[bool] = []  # not empty inside `without_dropout`
 
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """In this block chains drop nothing, whatever mode their modules are in: for a comparison with a model that draws otherwise."""
+    """Disable dropout in chains, whatever mode their modules are in, to compare with a model that draws differently."""
     _OFF.append(True)
     try:
         yield
@@ -45,27 +58,27 @@ def without_dropout() -> Iterator[None]:
 
 
 def draws_dropout() -> bool:
-    """Whether chains draw."""
+    """Return False inside `without_dropout`."""
     return not _OFF
 
 
 class Handing(Protocol):
-    """A chain, as the mode knows it."""
+    """The interface of a chain that `HandOn` uses, see `loka.lowp.chain_handing.HandsOn`."""
 
     pending: Tensor | None
 
-    def meet_call(self, called: str, number: float) -> None:
-        """A function was called on what is handed on; raises where the chain expects something else."""
+    def meet_call(self, called: str, number: float, *, in_place: bool = False) -> Tensor:
+        """Handle a function call on `pending` and return its result. Raise if the chain expects something else."""
 
     def forget(self) -> None:
-        """Nothing is handed on any more."""
+        """Stop passing on the chain's result."""
 
     def leave(self, caller: nn.Module) -> None:
-        """A forward that calls functions of the chain is over; raises where it left one out."""
+        """Handle the end of a caller's forward. Raise if it left out one of the chain's functions."""
 
 
 class HandOn(TorchFunctionMode):
-    """What a caller's forward runs under. `chains` are those that pass through it."""
+    """The mode that a caller's forward runs under. `chains` are those whose functions it calls."""
 
     loka_hands_on = True  # `loka.nn.padding.HANDS_ON`
 
@@ -80,18 +93,12 @@ class HandOn(TorchFunctionMode):
             if pending is not None and (args[0] if args else kwargs.get("input")) is pending:
                 called = spell_call(func, args, kwargs)
                 if called is not None:
-                    chain.meet_call(*called)
-                    return pending
+                    return chain.meet_call(*called, in_place=is_in_place(func, args, kwargs))
         return func(*args, **kwargs)
 
 
 def spell_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, float] | None:
-    """The kernels' name of an activation and its slope; "dropout" and its p, 0 for one without effect; None for any other call.
-
-    Args:
-        func: as torch hands it to a mode.
-        args, kwargs: of the call.
-    """
+    """Return an activation's name in the kernels and its slope, or "dropout" and its effective p; None for others."""
     if func in _RELU:
         return "relu", LEAK
     if func in _SILU:
@@ -111,3 +118,16 @@ def spell_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
         return "dropout", float(p) if training and not _OFF else 0.0
     return None
+
+
+def is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if a call of an activation or a dropout writes to its input.
+
+    Args:
+        func: the function, as torch passes it to a mode.
+        args, kwargs: its arguments.
+    """
+    if func in _IN_PLACE or kwargs.get("inplace", False):
+        return True
+    at = _INPLACE_AT.get(func)
+    return at is not None and len(args) > at and bool(args[at])

@@ -69,3 +69,23 @@ def find_callers(
         if why:
             editor.leave(name, why)
     return [(name, module) for name, module in editor.modules() if found.get(name) == ""]
+
+
+def is_checkpointed(outside: Any) -> bool:
+    """Return True if a checkpoint inside the forward of a mod's module will run this code again in backward.
+
+    It runs again without the mod's function mode, and a non-reentrant checkpoint refuses other saved tensors than those of
+    the first time: what is checkpointed there is computed as it is written. Compiled code keeps the mode in the graph.
+
+    Args:
+        outside: `find_saving_hooks()` where the forward began.
+    """
+    return not torch.compiler.is_compiling() and find_saving_hooks() is not outside
+
+
+def find_saving_hooks() -> Any:
+    """Return the innermost hook on tensors that are saved for backward, which is how a checkpoint works; None if there is none, and in compiled code."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]

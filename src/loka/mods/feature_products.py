@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from loka.mods.calling import Note, find_callers
+from loka.mods.calling import Note, find_callers, find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
 from loka.mods.fused_dots import is_transpose
 from loka.nn.mix import compute_dtype, mix_features, multiply_mixtures, without_autocast
@@ -53,13 +53,16 @@ class _MultiplyFromLeft(TorchFunctionMode):
         self.fuses = fuses
         self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
         self.mixtures: list[_Mixture] = []
+        self.saving = find_saving_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = None
-        if func is torch.einsum and not kwargs:
+        if kwargs or (func is not torch.einsum and func not in _PRODUCTS) or is_checkpointed(self.saving):
+            pass
+        elif func is torch.einsum:
             found = self._replace_einsum(args)
-        elif func in _PRODUCTS and len(args) == 2 and not kwargs:
+        elif len(args) == 2:
             found = self._replace_matmul(args[0], args[1])
         if found is not None:
             return found

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from loka.kernels.dots.call import DTYPES
 from loka.kernels.dots.pairs import find_fault
+from loka.mods.calling import find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
 from loka.nn.mix import multiply_pairs
 from loka.nn.writing import writes
@@ -50,10 +51,11 @@ class _ReplaceDots(TorchFunctionMode):
         self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
         self.products: list[tuple[Tensor, Tensor]] = []  # (x x^T, x)
         self.concatenations: list[tuple[Tensor, Tensor, Tensor]] = []  # (result, first, second)
+        self.saving = find_saving_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.__getitem__ and self.products:
+        if func is Tensor.__getitem__ and self.products and not is_checkpointed(self.saving):
             found = self._replace_index(args[0], args[1])
             if found is not None:
                 return found

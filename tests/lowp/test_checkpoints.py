@@ -1,0 +1,113 @@
+"""Activation checkpoints inside a forward: a chain is run again in backward, outside the forward that was converted, and gives the same gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import loka
+from loka.lowp.chain_handing import AnotherPathError
+from loka.placing import plan_everything
+
+W = 64
+
+
+class Checkpointed(nn.Module):
+    """One chain, whose activations are called in one of several spellings, and which is checkpointed or not."""
+
+    def __init__(self, spelling: str, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.out = nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 1)
+        self.act, self.drop, self.sequence = nn.GELU(), nn.Dropout(0.1), nn.Sequential(nn.Linear(W, W), nn.ReLU(), nn.Linear(W, W))  # fmt: skip
+        self.spelling, self.reentrant = spelling, reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        match self.spelling:
+            case "functions":
+                return self.c(F.relu(self.b(F.relu(self.a(x)))))
+            case "one module":
+                return self.c(self.act(self.b(self.act(self.a(x)))))
+            case "sequence":  # the activation behind it is called outside of the checkpoint
+                return self.sequence(x)
+            case "dropout":
+                return self.c(self.drop(F.relu(self.b(F.dropout(F.relu(self.a(x)), 0.1, self.training)))))
+            case "more behind":  # backward needs tensors that were saved after the chain: all of it is run again
+                return self.c(F.gelu(self.b(F.relu(self.a(x))))) * torch.tanh(x * self.c.bias)
+            case "last activation":  # called twice it would be another function
+                return F.gelu(self.c(F.relu(self.a(x)))) * torch.sigmoid(x * self.out.weight)
+            case "in place":
+                h = self.a(x)
+                F.relu_(h)
+                h = self.c(h)
+                torch.tanh_(h)
+                return h * torch.sigmoid(x * self.out.weight)
+        raise AssertionError(self.spelling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return self.out(F.relu(y))
+
+
+def gradients(spelling: str, reentrant: bool | None, *, converted: bool = True) -> list[Tensor]:
+    """Of two steps on the same batch: the second one starts from what the first has left behind."""
+    model, x = Checkpointed(spelling, reentrant), torch.randn(128, W, generator=torch.Generator().manual_seed(1))
+    if converted:
+        loka.convert(model, plan_everything(model, x))
+        assert list(loka.lowp.chain.chains_of(model))
+    torch.manual_seed(2)
+    for _ in range(2):
+        model.zero_grad()
+        model(x.requires_grad_()).sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+SPELLINGS = ["functions", "one module", "sequence", "dropout", "more behind", "last activation", "in place"]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_checkpoint_inside_a_forward_changes_no_gradient(spelling: str, reentrant: bool) -> None:
+    expected, found = gradients(spelling, None), gradients(spelling, reentrant)
+    assert len(expected) == len(found)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if s != "dropout"])  # which draws other numbers in FP8
+def test_the_spellings_compute_what_the_model_does(spelling: str) -> None:
+    exact, found = gradients(spelling, None, converted=False), gradients(spelling, None)
+    for a, b in zip(exact, found, strict=True):
+        assert (a - b).norm() < 0.35 * a.norm()
+
+
+class Peeking(nn.Module):
+    """Returns what stands in front of the activation behind the last linear, where asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.peek = nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 1), False
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(F.relu(self.a(x)))
+        seen = 2 * h if self.peek else None
+        y = self.out(torch.tanh(h))
+        return (y, seen) if self.peek else y
+
+
+def test_a_value_in_front_of_the_last_activation_cannot_be_read() -> None:
+    """The chain has the value behind it alone, and never hands that out as the other one."""
+    model, x = Peeking(), torch.randn(32, W)
+    loka.convert(model, plan_everything(model, x))
+    expected = model(x)
+    model.peek = True
+    with pytest.raises(AnotherPathError, match="reads a value inside the chain a"):
+        model(x)
+    with torch.no_grad():
+        seen = torch.compile(model, backend="aot_eager")(x)[1]
+    assert seen.isnan().all()
+    model.peek = False
+    assert torch.equal(model(x), expected)
