@@ -97,3 +97,17 @@ def test_what_harms_is_refused_with_numbers_and_nothing_is_changed() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="no site"):
         loka.tune(trained(), batches(), loss, margin=0.02, progress=False).plan.explain("items")
+
+
+def test_a_table_that_is_dropped_with_everything_together_is_not_called_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the margin alone, and not together with the rest: row, note and plan say the same."""
+    beyond = Interval(value=0.5, low=0.4, high=0.6)
+    monkeypatch.setattr("loka.tuning.tables.swap", lambda *given: beyond)
+    model = trained()
+    tuned = loka.tune(model, batches(), loss, margin=0.02, tables=True, progress=False)
+    assert tuned.plan.tables == []
+    assert not isinstance(model.items, Table)
+    (row,) = [unit for unit in tuned.record.units if unit.name == "items"]
+    assert row.way == "high"
+    assert "not converted: with everything together" in row.reason
+    assert "12,800 of 12,800 bytes" in row.reason

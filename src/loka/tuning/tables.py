@@ -270,7 +270,7 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
     """Choose tables and collectives that are within the margin alone, then drop the worst until all together are.
 
     Returns:
-        Everything that was tried. What is chosen is in the selection.
+        Everything that was tried, as it stays: what was dropped keeps its own format. What is chosen is in the selection.
     """
     task, used = call.task, selection.used
 
@@ -285,6 +285,7 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
     found: list[TablePlan | CollectivePlan] = [*tables, *sent]
     taken = [part for part in found if part.evidence is not None]
     without = selection.change
+    dropped: dict[str, str] = {}
     while taken:
         selection.tables = [part for part in taken if isinstance(part, TablePlan)]
         selection.collectives = [part for part in taken if isinstance(part, CollectivePlan)]
@@ -296,9 +297,16 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
             break
         worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
         taken.remove(worst)
-        call.notes.append(f"{worst.name} is not converted: with everything together the metric moved {spell_change(change)}")  # fmt: skip
+        dropped[worst.name] = f"not converted: with everything together the metric moved {spell_change(change)}"
+        call.notes.append(f"{worst.name} is {dropped[worst.name]}")
         selection.tables, selection.collectives, selection.change, selection.swapped = [], [], without, None
-    return found
+    plain = {part.name: part for part in (*find_tables(task.model), *find_collectives(task.model))}
+    return [
+        msgspec.structs.replace(plain[part.name], reason=dropped[part.name], refusals=part.refusals)
+        if part.name in dropped
+        else part
+        for part in found
+    ]
 
 
 def describe_part(part: TablePlan | CollectivePlan) -> TunedUnit:
