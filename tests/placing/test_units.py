@@ -432,7 +432,7 @@ class _Called(nn.Module):
         return self.last(F.relu(self.b(h + x if self.residual else h)))
 
 
-@pytest.mark.parametrize(("other", "said"), [({"act": F.silu}, "silu was called behind a"), ({"residual": True}, "add reads what the chain a has inside")])  # fmt: skip
+@pytest.mark.parametrize(("other", "said"), [({"act": F.silu}, "silu was called after a"), ({"residual": True}, "add reads a value inside the chain a")])  # fmt: skip
 def test_an_example_shows_that_a_plan_is_for_another_forward(other: dict[str, Any], said: str) -> None:
     """Names and shapes fit; without the example the first step would end."""
     x = torch.randn(8, 64)
