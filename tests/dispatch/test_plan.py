@@ -1,12 +1,15 @@
 """Plans can be compared, explained and checked against a model."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 from torch import nn
 
 from loka.dispatch import Policy, check, make_plan
-from loka.records import LinkPlan, Plan, SitePlan, UnitPlan
+from loka.records import LinkPlan, Plan, RecordError, SitePlan, UnitPlan
 from loka.records.prose import diff, explain, spell
 
 from .evidence import candidate, report, site
@@ -130,16 +133,32 @@ def test_explain_says_where_a_speed_comes_from() -> None:
 def test_chains_are_explained_and_compared() -> None:
     links = [LinkPlan(linear="0", k=16, n=8, activation="relu", passed=["1"]), LinkPlan(linear="2", k=8, n=4)]
     unit = UnitPlan(name="0", links=links, reason="it is faster", refusals=["e5m2 gradients: error 0.2"])
-    plan = msgspec.structs.replace(make(), units=[unit])
+    alone = msgspec.structs.replace(make(), sites=[_high(site) for site in make().sites])
+    plan = msgspec.structs.replace(alone, units=[unit])
     text = explain(plan, "2")
     assert "in the unit 0: chain 0 relu -> 2, delayed scales, delayed gradients" in text
     assert "because it is faster" in text
     assert "refused e5m2 gradients: error 0.2" in text
-    assert diff(make(), plan) == "~ unit 0: absent => chain 0 relu -> 2, delayed scales, delayed gradients"
+    assert diff(alone, plan) == "~ unit 0: absent => chain 0 relu -> 2, delayed scales, delayed gradients"
     assert "unit" not in explain(make(), "0")
     assert plan.unit_of("2") is unit
     with pytest.raises(ValueError, match="0 is in two units"):
         msgspec.structs.replace(plan, units=[unit, unit])
+
+
+def test_a_linear_of_a_chain_has_no_choice_of_its_own(tmp_path: Path) -> None:
+    unit = UnitPlan(name="0", links=[LinkPlan(linear="0", k=16, n=8)])
+    with pytest.raises(ValueError, match=r"0 is decided twice: it is in the unit 0.*fprop, dgrad, wgrad.*hint"):
+        msgspec.structs.replace(make(), units=[unit])
+    kept = msgspec.structs.replace(make(), sites=[_high(make().sites[0]), make().sites[1]], units=[unit])
+    path = kept.save(tmp_path / "plan.json")
+    assert Plan.load(path) == kept
+    edited = json.loads(path.read_text())
+    edited["sites"][0]["choices"][2] |= {"a": "e4m3:tensor", "b": "e4m3:tensor", "backend": "reference"}
+    del edited["seal"]
+    path.write_text(json.dumps(edited))
+    with pytest.raises(RecordError, match=r"0 is decided twice.*choice for its wgrad"):
+        Plan.load(path)
 
 
 def test_diff_names_settings() -> None:

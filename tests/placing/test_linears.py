@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import loka
+from loka.lowp import chains_of
 from loka.lowp.linear import Linear
 from loka.probe import Probe
-from loka.records import Plan, SitePlan
+from loka.records import LinkPlan, Plan, SitePlan, UnitPlan
 
 change = msgspec.structs.replace
 
@@ -69,6 +70,17 @@ def test_two_names_that_agree_are_one_site_and_count_once(plan: Plan) -> None:
     assert len(summary.converted) == 2
     assert summary.low_precision_share == pytest.approx(plan.low_precision_share)
     assert summary.low_precision_share <= 1
+
+
+@pytest.mark.parametrize(("chained", "own"), [("a", "b"), ("b", "a")])
+def test_a_module_in_a_chain_has_no_choice_under_its_other_name(plan: Plan, chained: str, own: str) -> None:
+    unit = UnitPlan(name=chained, links=[LinkPlan(linear=chained, k=32, n=32)])
+    twice = change(renamed(plan, {"a": own}), units=[unit])
+    model = Tied()
+    with pytest.raises(ValueError, match=f"{own}: is the same module as {chained}, which is in the chain {chained}"):
+        loka.convert(model, twice)
+    assert type(model.a) is nn.Linear
+    assert not list(chains_of(model))
 
 
 def test_two_names_that_disagree_are_refused(plan: Plan) -> None:

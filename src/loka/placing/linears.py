@@ -9,7 +9,7 @@ emulation. If the caller gives a backend, the plan's precisions run on it instea
 kernels, `reference` asks for emulation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -62,9 +62,11 @@ def spoken_for(model: nn.Module) -> dict[str, str]:
 def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: LinearOptions) -> Bound:
     """Return what the plan converts. Raise a ValueError with every reason if the plan does not fit the model."""
     chained = {name: unit.name for unit in plan.units for name in unit.linears}
+    twice = _decided_twice(model, plan, chained)
     share = sum(site.flops_share for site in plan.sites if site.site in chained)
     plan = msgspec.structs.replace(plan, sites=[site for site in plan.sites if site.site not in chained], units=[])
     problems = check(plan if backend is None else _checkable(plan, backend), model, modules=dict(named_sites(model)))
+    problems += twice
     planned = _sites_by_module(model, plan, backend, problems)
     bound, taken = Bound(), spoken_for(model)
     emulated = False
@@ -97,6 +99,21 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
     if backend is not None:
         bound.notes.append(_describe_override(plan, backend))
     return bound
+
+
+def _decided_twice(model: nn.Module, plan: Plan, chained: Mapping[str, str]) -> list[str]:
+    """List modules that are in a chain under one name and have a low-precision choice under another.
+
+    `Plan` itself rejects two decisions under one name.
+    """
+    modules = dict(named_sites(model))
+    inside = {id(modules[name]): name for name in chained if name in modules}
+    return [
+        f"{site.site}: is the same module as {name}, which is in the chain {chained[name]}; expected one decision per module"
+        for site in plan.sites
+        if any(choice.quantized for choice in site.choices)
+        and (name := inside.get(id(modules.get(site.site)))) is not None
+    ]
 
 
 def _sites_by_module(model: nn.Module, plan: Plan, backend: str | None, problems: list[str]) -> dict[str, SitePlan]:

@@ -121,7 +121,7 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         upgrade_units(document.get("units"))
 
     def _check_units(self) -> None:
-        """Raise ValueError if a linear is in two units, or a table or collective is listed twice."""
+        """Raise ValueError if a linear, a table or a collective is decided twice."""
         for kind in ("tables", "collectives"):
             names = [part.name for part in getattr(self, kind)]
             if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -132,6 +132,13 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
                 if name in owner:
                     raise ValueError(f"{name} is in two units, {owner[name]} and {unit.name}")
                 owner[name] = unit.name
+        for site in self.sites:
+            if site.site in owner and (own := [choice.gemm for choice in site.choices if choice.quantized]):
+                raise ValueError(
+                    f"{site.site} is decided twice: it is in the unit {owner[site.site]}, and `sites` has a low-precision "
+                    f"choice for its {', '.join(own)}; expected one decision per linear; hint: take the linear out of "
+                    "the unit, or leave its `sites` entry in high precision (a=None, b=None)"
+                )
 
     def unit_of(self, site: str) -> UnitPlan | None:
         """Return the unit that contains a linear, or None.
