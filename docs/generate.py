@@ -1,9 +1,9 @@
-"""Pages and tables that are made from the code and from committed results, so that no number is typed by hand.
+"""Generate pages and tables from the code and from committed results, so that no number is typed by hand.
 
     python docs/generate.py            writes docs/measured.md, docs/published.md, docs/reference/cli.md and the marked blocks of README.md and docs/mods.md
-    python docs/generate.py --check    exit 1 when one of them is not what it would write
+    python docs/generate.py --check    exit with 1 if one of them is out of date
 
-This file says which page gets what; `docs/tables` makes the tables. Needs loka and its command line (typer), no torch.
+This file assigns tables to pages; `docs/tables` builds the tables. Needs loka with its command line (typer), but not torch.
 """
 
 import re
@@ -23,70 +23,70 @@ ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h
 END = "<!-- end of numbers -->"
 
 SECTIONS = (
-    ("Models that nobody rewrote", "zoo_training.json, zoo_training_max.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_infer.json", zoo.zoo_table,
-     "Plain PyTorch, whole training step with AdamW or inference, CUDA graphs, static shapes, in turns on one H200. \"Our layout\" is bf16 with the rewrites that keep the function, so that FP8's own share shows."),
-    ("Other architectures, and families of ours", "zoo_tower_cross.json, zoo_wukong_infer.json, zoo_families.json, zoo_hstu.json", zoo.changed_table,
-     "With mods (no biases, BlockNorm, hard swish: another function, to be trained) the baseline is bf16 of the model as it was. InterFormer and HSTU are compared with their own bf16 code of commit 1ed489d; what bf16 gained since (attention that passes over padding, rotary angles from a table) is in the column beside it."),
-    ("Further models, nothing chosen", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
-     "Ten more models as their papers' readers write them (`benchmarks/zoo_more.py`), every chain and every linear of 256 and more in FP8 whatever it costs; `tune` would leave out what does not pay. Default compile mode on all sides, one run of five models "
-     "each. MMoE, progressive layered extraction and MaskNet in inference are of the code that compiles gates as sums and quantises an input once for all that read it, which is most of what the first two gain; the gated cross network, two towers, DeepFM and the behaviour sequence transformer are of the code before, the rest from before dropout inside chains and folded batch norms."),
+    ("Unmodified PyTorch models", "zoo_training.json, zoo_training_max.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_infer.json", zoo.zoo_table,
+     "Plain PyTorch: whole training step with AdamW, or inference, in CUDA graphs with static shapes, measured alternately on one H200. \"Our layout\" is bf16 with only the rewrites that keep the function; it separates their gain from that of FP8."),
+    ("Modified architectures, and models of this package", "zoo_tower_cross.json, zoo_wukong_infer.json, zoo_families.json, zoo_hstu.json", zoo.changed_table,
+     "Mods (no biases, BlockNorm, hard swish) change the function, so the model must be trained with them; the baseline is the unmodified model in bf16. InterFormer and HSTU are compared with their own bf16 code at commit 1ed489d. The column \"bf16 today\" includes later bf16 improvements (attention that skips padding, rotary angles from a table)."),
+    ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
+     "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
+     "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),
     ("One call of tune", "tune_zoo.json, tune_zoo_cross.json, tune_zoo_wukong.json, tune_zoo_wukong_serve.json, tune_zoo_more.json, tune_zoo_ungraphed.json, trained.json", zoo.tune_table,
-     "The same models, trained 500 steps on labels of a fixed teacher, or a third of a training on real data (Census-Income), then tuned on batches they had not seen: speed and loss of one configuration. "
-     "The step is forward and backward, without an optimizer; of the six-layer Wukong that is served with a copy of the inputs in it, on both sides, which is not made any more. The encoder had hardly learned, and tune said so. Launched kernel by kernel (`cuda_graph=False`) the DLRM keeps the layout and nothing in FP8: its launches take longer than its kernels."),
+     "The same models, trained for 500 steps on labels of a fixed teacher, or for a third of a training run on real data (Census-Income), then tuned on batches they had not seen. Each row gives speed and loss of one configuration. "
+     "The step is forward and backward without an optimizer. For the served six-layer Wukong it includes a copy of the inputs in both versions; this copy no longer exists. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
     ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
-     "Plain models on real data, trained from the same weights on the same batches, seed by seed; the models that were trained are the ones that were timed (whole step with AdamW, CUDA graph, alone on the card). Pairs are ours / what it is compared with."),
+     "Plain models on real data, trained from the same weights on the same batches, paired by seed. The trained configurations are the ones that were timed (whole step with AdamW, CUDA graph, no other work on the GPU). Pairs of numbers are ours / baseline."),
     ("Where naive FP8 hurts", "hurts.json, hurts_usual.json, hurts_wide.json", trained.hurts_table,
-     "Features as delivered, Adam at four times the usual rate (0.004) and at the usual one (0.001), no annealing, no dropout; the test loss is the median over twenty looks, ten in the earlier and ten in the later half of the run. Naive is torchao's tensorwise at every linear it takes. A wide interval says that bf16 itself differs so much between seeds: at 0.004 most bf16 runs on the stream stop learning in the later half and predict a constant."),
+     "Raw features, Adam at four times the usual learning rate (0.004) and at the usual one (0.001), no annealing, no dropout. The test loss is the median over ten evaluations in each half of the run. Naive is torchao tensorwise for every linear that torchao accepts. Wide intervals come from bf16 itself, which differs that much between seeds: at 0.004 most bf16 runs on the synthetic stream stop learning in the later half and predict a constant."),
     ("Models of this package", "fp8_models.json", models.models_table,
-     "Step time of whole models, compiled on all sides; every speed-up is over the model's bf16 case."),
+     "Step time of whole models, all compiled. Every speed-up is over the model's bf16 case."),
     ("One fused layer", "fused_linear.json, fused_linear_training.json", kernels.fused_table,
-     "GEMM, BlockNorm-256, hard swish and FP8 output in one kernel, against compiled bf16 linear, RMSNorm and SiLU."),
+     "GEMM, BlockNorm-256, hard swish and FP8 output in one kernel, compared with compiled bf16 linear, RMSNorm and SiLU."),
     ("From which size FP8 pays", "dispatch/rows.json", kernels.size_table,
-     "One linear's GEMM with the quantisation of both operands, the best of all recipes and kernels, smallest product first; below 1.00x FP8 costs time. "
-     "Where K or N is no multiple of 16, bf16 itself is slow. Fused into the layer before, or with weights quantised once per step, quantisation costs less: see the layers and models above."),
+     "The GEMM of one linear including the quantization of both operands, with the best of all recipes and kernels, smallest product first. Below 1.00x FP8 is slower. "
+     "bf16 itself is slow where K or N is not a multiple of 16. Quantization costs less when it is fused into the previous layer or when weights are quantized once per step: see the layers and models above."),
     ("Attention over padded histories", "masked_attention.json", kernels.masked_table,
-     "`kernels/masked_attention`, bf16, beside torch's scaled_dot_product_attention with the same mask; queries beyond the end of a history are not answered where there are as many as keys."),
+     "`kernels/masked_attention` in bf16, compared with torch's scaled_dot_product_attention with the same mask. If there are as many queries as keys, queries beyond the end of a history are not computed."),
     ("Exported packages", "export_zoo.json", kernels.package_table,
-     "A frozen model as an AOTInductor package beside the same model compiled, neither in a CUDA graph: a package launches its kernels without Python."),
+     "A frozen model as an AOTInductor package, compared with the same model compiled, both without a CUDA graph. A package launches its kernels without Python."),
     ("The choice of kernels", "dispatch/dispatch.json", kernels.dispatch_table,
-     "What a plan made from database rows runs, over the fastest kernel that could have been chosen."),
-    ("scaled_mm", "scaled_mm.json", lambda: kernels.bench_table("h200/scaled_mm.json"), "The GEMM alone; quantisation has its own rows."),
-    ("quantize", "quantize.json", lambda: kernels.bench_table("h200/quantize.json"), "A tensor, and where asked its transpose, to FP8. The bf16 column is a copy of the same tensor."),
-    ("What a probe costs", "probe_overhead.json", kernels.probe_table, "Statistics of every linear, gradients included, once in 100 steps."),
+     "Time of the kernels chosen by a plan from database rows, relative to the fastest kernel available."),
+    ("scaled_mm", "scaled_mm.json", lambda: kernels.bench_table("h200/scaled_mm.json"), "The GEMM alone, without quantization."),
+    ("quantize", "quantize.json", lambda: kernels.bench_table("h200/quantize.json"), "Quantize a tensor, and on request its transpose, to FP8. The bf16 column is a copy of the same tensor."),
+    ("What a probe costs", "probe_overhead.json", kernels.probe_table, "Statistics of every linear, including gradients, on one step in 100."),
     ("The kernels of generation", "generative_kernels.json", lambda: kernels.bench_table("h200/generative_kernels.json"),
-     "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context; every tile that was tried is in the record."),
+     "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context. The record has every tile that was tried."),
     ("The generative engine", "onerec_engine.json", generative.engine_table,
-     "One batch through OneRec's search. Weights are random: this is speed, not quality."),
+     "One batch through OneRec's beam search. Weights are random: this measures speed, not quality."),
     ("Served under a deadline", "serving_generative.json, serving_ranker.json", serving.serving_table,
-     "One process: uvicorn, our scheduler, the engine; requests over HTTP from another process, open loop, at 1.5 times what the engine sustains (or 60 % of that, whichever answered more in time). Answers equal the engine's own bit for bit. "
-     "Weights are random: this is speed."),
+     "One process runs uvicorn, our scheduler and the engine. Another process sends HTTP requests in an open loop at 1.5 times the rate that the engine sustains, or at 60 % of that, whichever gave more answers in time. Answers equal those of the engine alone, bit for bit. "
+     "Weights are random: this measures speed."),
     ("FP8 in trained generative models", "onerec_quality.json", generative.generative_quality_table,
-     "OneRec, dense and with experts, trained on three data sets, then served by the engine in bf16, fp16 and FP8: FP8 against bf16, paired by user, margin 1 %. "
-     "One data set has too few users to settle 1 % of recall; the last row weighs all changes by their precision."),
+     "OneRec, dense and with experts, trained on three data sets, then served by the engine in bf16, fp16 and FP8: FP8 compared with bf16, paired by user, margin 1 %. "
+     "One data set has too few users to resolve 1 % of recall. The last row is the mean of all changes, weighted by their precision."),
     ("FP8 in a OneRec with wide experts", "onerec_wide.json", generative.wide_table,
-     "512 wide, eight experts of 1,408 and a shared one, trained on one H200: the published recipe (1x128 and 128x128 in experts) and ours (gate and up per row), FP8 against bf16, paired by user, margin 1 %."),
+     "512 wide, eight experts of 1,408 and a shared one, trained on one H200: the published recipe (1x128 and 128x128 in experts) and ours (gate and up per row), FP8 compared with bf16, paired by user, margin 1 %."),
     ("Mods: the ablation", "ablation.json", ablation.ablation_table,
-     "Wukong as it is and with each core mod, trained in bf16, naive FP8 (one scale per tensor, every linear) and planned FP8; all cells of a seed have the same weights and batches. "
-     "Intervals are Student's over seeds, the margin is 0.1 % of log loss."),
+     "Wukong unmodified and with each core mod, trained in bf16, naive FP8 (one scale per tensor, every linear) and planned FP8; all cells of a seed have the same weights and batches. "
+     "Intervals are Student's t over seeds. The margin is 0.1 % of the log loss."),
     ("Mods: the latency of the same grid", "ablation_latency.json", ablation.latency_table,
-     "Speed-ups are over the unmodified tower in bf16. Naive FP8 is tensorwise; a plan runs tensorwise or rowwise GEMM by GEMM, or the whole tower fused, which needs BlockNorm."),
+     "Speed-ups are over the unmodified tower in bf16. Naive FP8 is tensorwise. A plan chooses tensorwise or rowwise for each GEMM, or the whole tower fused, which needs BlockNorm."),
     ("Trained in FP8, linear by linear", "ablation.json", ablation.loss_table,
-     "Wukong on three data sets, trained in bf16 and in FP8 from the same weights on the same batches, seed by seed; no chains, and measured before them. \"Naive\" is one scale per tensor everywhere, which is what Probe, as it judged then, found safe in these models, so that both rows are one recipe."),
+     "Wukong on three data sets, trained in bf16 and in FP8 from the same weights on the same batches, paired by seed. Measured before chains existed. \"Naive\" is one scale per tensor everywhere. Probe, as it judged then, found that safe in these models, so both rows are the same recipe."),
     ("The demo", "../cpu/demo.json, ../cpu/demo_seed1.json to ../cpu/demo_seed7.json", models.demo_table,
-     "A Wukong of 2.2 M parameters on Complete Journey (a year of grocery baskets, 320,000 training examples), continued from one checkpoint in several ways, on a CPU: change of the test log loss against float32. Intervals are over test households; the control shows the noise of training that they do not contain."),
+     "A Wukong of 2.2 M parameters on Complete Journey (a year of grocery baskets, 320,000 training examples), continued from one checkpoint in several ways, on a CPU: change of the test log loss compared with float32. Intervals are over test households. They do not contain the noise of training, which the control shows."),
     ("The demo on a GPU", "demo.json", models.gpu_demo_table,
-     "`loka demo --device cuda`: a DLRM with an over arch of 4,096-4,096-4,096-2,048 on the same data, batches of 8,192, 120 steps before and 40 after the fork, 88 s in all; the step is timed and compared too."),
-    ("Quality of the models in high precision", "quality.json", models.quality_table, "Against popularity, Markov chains and logistic regression."),
+     "`loka demo --device cuda`: a DLRM with an over arch of 4,096-4,096-4,096-2,048 on the same data, batches of 8,192, 120 steps before and 40 after the fork, 88 s in total. The step is timed too."),
+    ("Quality of the models in high precision", "quality.json", models.quality_table, "Compared with popularity, Markov chains and logistic regression."),
 )  # fmt: skip
 
 
 def write_measured() -> str:
-    """The page of numbers."""
+    """Return the page of numbers."""
     parts = [
         "# Numbers",
         "",
-        "Written by `docs/generate.py` from the records in `benchmarks/results`; a test keeps this page and the records in step. Hardware, versions, "
-        "commits and commands are in the records, what was slow or failed in `NOTES.md`. Intervals are 95 %; differences under 3 % are noise.",
+        "Written by `docs/generate.py` from the records in `benchmarks/results`; a test checks that this page matches them. Hardware, versions, "
+        "commits and commands are in the records. What was slow or failed is in `NOTES.md`. Intervals are 95 %. Differences in speed under 3 % are noise.",
     ]
     for title, source, make, text in SECTIONS:
         made = make()
@@ -103,13 +103,13 @@ def write_measured() -> str:
 
 
 def write_published() -> str:
-    """The page of published claims."""
+    """Return the page of published claims."""
     return "\n".join(
         [
-            "# What the papers say, and what we saw",
+            "# Published claims and our measurements",
             "",
-            "The two systems that `loka` follows have no public code. Every claim of theirs that has a number, beside what our records say. Written by `docs/generate.py` from the records; "
-            "a claim without a record says so. *Not confirmed here* is a statement about our models and one H200, not about theirs.",
+            "The two systems that `loka` follows have no public code. This table compares every numeric claim of their papers with our records. `docs/generate.py` writes it from the records and marks claims without one. "
+            "*Not confirmed here* is a statement about our models on one H200, not about theirs.",
             "",
             published.published_table(),
             "",
@@ -118,7 +118,7 @@ def write_published() -> str:
 
 
 def write_blocks(text: str, measured: str) -> str:
-    """A page with its marked blocks made again; `measured` is where the page of numbers is from there."""
+    """Return a page with its marked blocks regenerated. `measured` is the link from it to the page of numbers."""
     summary = ablation.ablation_summary()
     blocks = (
         (ABLATION, summary and summary.replace("MEASURED", measured)),
@@ -135,7 +135,7 @@ def write_blocks(text: str, measured: str) -> str:
 
 
 def write_cli() -> str:
-    """The command line, from its own help."""
+    """Return the reference of the command line, from its own help."""
     import typer
 
     from loka import cli
@@ -181,7 +181,7 @@ def _list_options(command: Any) -> list[str]:
 
 
 def pages() -> dict[Path, str]:
-    """What every generated file should hold."""
+    """Return the expected content of every generated file."""
     readme, mods = ROOT / "README.md", ROOT / "docs" / "mods.md"
     looked_at = distributions.distributions_page()
     return {
@@ -195,11 +195,11 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write, or check."""
+    """Write the generated files, or check them."""
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
         for path in stale:
-            print(f"{path.relative_to(ROOT)} is not what docs/generate.py would write; run it")
+            print(f"{path.relative_to(ROOT)} is out of date; run docs/generate.py")
         return 1 if stale else 0
     for path in stale:
         path.write_text(pages()[path], encoding="utf-8")

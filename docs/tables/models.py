@@ -103,13 +103,13 @@ def demo_headline() -> str | None:
     if not found:
         return None
     said = []
-    for arm, name in (("planned", "in planned FP8"), ("naive", "in naive FP8"), ("control", "in float32 again, from slightly other weights")):  # fmt: skip
+    for arm, name in (("planned", "in planned FP8"), ("naive", "in naive FP8"), ("control", "in float32 from slightly perturbed weights")):  # fmt: skip
         changes = [c[arm]["relative_change"]["value"] for c in found.values()]
         outcomes = [c[arm]["outcome"] for c in found.values()]
         counted = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
         said.append(f"{name} {sum(changes) / len(changes):+.3%} ({counted})")
     margin = next(iter(found.values()))["planned"]["margin"]
-    sentence = f"The demo's Wukong, trained on from one checkpoint on {len(found)} seeds, mean change of the log loss and verdicts at {margin:.1%}: {'; '.join(said)}."
+    sentence = f"**The demo.** Its Wukong continues training from one checkpoint. Mean change of the log loss over {len(found)} seeds, with verdicts at a margin of {margin:.1%}: {'; '.join(said)}."
     return f"{sentence}{_say_gpu_demo()}"
 
 
@@ -121,7 +121,7 @@ def _say_gpu_demo() -> str:
     changes = {arm: found["comparisons"][arm] for arm in ("planned", "naive")}
     said = [f"{arm} FP8 {c['relative_change']['value']:+.3%}, {c['outcome']}" for arm, c in changes.items()]
     speed = found["tuning"]["verdict"].partition(" [")[0].removeprefix("step ")
-    return f" `loka demo --device cuda` trains a wide DLRM instead and times it: on one H200 {speed} the speed of compiled bf16, forward and backward; {'; '.join(said)} (one seed)."
+    return f" `loka demo --device cuda` trains a wide DLRM instead and times its step. On one H200: {speed} the speed of compiled bf16, forward and backward; {'; '.join(said)} (one seed)."
 
 
 def seeds_table() -> str:

@@ -33,7 +33,7 @@ def serving_headline() -> str | None:
             said.append(f"{' and '.join(ratios)} with {context:,} items of history")
     if not said:
         return None
-    return f"OneRec 4B-A0.5B over HTTP on one H200, answers in time a second, FP8 over bf16 behind the same server: {'; '.join(said)} (random weights; [all rows](docs/measured.md))."
+    return f"**Serving.** OneRec 4B-A0.5B over HTTP on one H200: answers per second within the deadline, FP8 over bf16 with the same server: {'; '.join(said)} (random weights; [all rows](docs/measured.md))."
 
 
 def _cell(row: dict[str, Any]) -> str:

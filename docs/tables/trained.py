@@ -40,24 +40,24 @@ def trained_headline() -> str | None:
         here, there = row["peak_gib"]
         changes = [_spell_change(row[label]) for label in ("label 0", "label 1") if label in row]
         shown.append([FAMILIES[row["cell"].split("/")[0]], ARMS[row["arm"]], f"**{row['speedup']:.2f}x**", f"{here / there:.2f}x", *changes, str(row["seeds"])])  # fmt: skip
-    head = ["model", "in FP8", "speed-up", "peak memory", "change of log loss, 95 %: income", "never married", "seeds"]
+    head = ["model", "FP8 by", "speed-up", "peak memory", "change of log loss, 95 %: label income", "label never married", "seeds"]
     return f"{table(head, shown)}\n\n{_say_layout(found)} {_say_worse(rows)}".rstrip()
 
 
 def _say_layout(found: dict[str, Any]) -> str:
-    """What the rewrites that keep the function give in bf16."""
+    """Return the speed-up of the rewrites that keep the function, in bf16."""
     parts = []
     for name, tuned in (found.get("tuned") or {}).items():
         steps = tuned["record"]["step_microseconds"]
         if "bf16 layout" in steps:
-            parts.append(f"{steps['bf16'] / steps['bf16 layout']:.2f}x of the {FAMILIES[name.partition('-')[0]].partition(',')[0]}'s")  # fmt: skip
-    return f"Of the speed-ups, {' and '.join(parts)} come from a better layout in bf16, the rest from FP8." if parts else ""  # fmt: skip
+            parts.append(f"{steps['bf16'] / steps['bf16 layout']:.2f}x for the {FAMILIES[name.partition('-')[0]].partition(',')[0]}")  # fmt: skip
+    return f"Part of the speed-up is a better memory layout in bf16: {' and '.join(parts)}. The rest is FP8." if parts else ""  # fmt: skip
 
 
 def _say_worse(rows: list[dict[str, Any]]) -> str:
-    """Changes for the worse that are beyond doubt, said plainly."""
+    """List the changes for the worse whose interval excludes zero."""
     worse = [
-        f"{ARMS[row['arm']]} for the {FAMILIES[row['cell'].split('/')[0]].partition(',')[0]} is worse on {name}, {_spell_change(row[label])}: beyond doubt, and within the 0.1 % that this data could resolve when it was chosen"
+        f"{ARMS[row['arm']]} for the {FAMILIES[row['cell'].split('/')[0]].partition(',')[0]} is significantly worse on the label {name}, {_spell_change(row[label])}. This is within 0.1 %, the margin that the held-out data could resolve when `loka.tune` chose it"
         for row in rows
         for label, name in (("label 0", "income"), ("label 1", "never married"))
         if label in row and row[label]["low"] > 0
@@ -78,8 +78,8 @@ def hurts_headline() -> str | None:
     naive, planned = ({key: f"{row[key]:+.1%}" for key in ("change", "low", "high")} | {"seeds": row["seeds"]} for row in (rows["naive"], rows["planned"]))  # fmt: skip
     plan = found["plans"][rows["planned"]["data"]]
     return (
-        f"**Where naive FP8 hurts, a plan does not.** A ranker on thirteen raw integers with the marginals of Criteo's, {max(run['steps'] for run in found['runs'].values()):,} steps: naive FP8 (torchao's tensorwise everywhere) changes the log loss by "
-        f"**{naive['change']}** [{naive['low']}, {naive['high']}] over {naive['seeds']} seeds. The plan keeps {len(plan['kept'])} products in high precision, by name, runs {plan['share']:.0%} of the FLOPs in FP8, and ends at "
+        f"**Where naive FP8 hurts, planned FP8 does not.** A ranker reads thirteen raw integers whose marginal distributions match Criteo's and trains for {max(run['steps'] for run in found['runs'].values()):,} steps. Naive FP8 (torchao tensorwise everywhere) changes the log loss by "
+        f"**{naive['change']}** [{naive['low']}, {naive['high']}] over {naive['seeds']} seeds. The plan keeps {len(plan['kept'])} products in high precision, runs {plan['share']:.0%} of the FLOPs in FP8, and changes the log loss by "
         f"{planned['change']} [{planned['low']}, {planned['high']}] over {planned['seeds']} seeds."
     )
 
