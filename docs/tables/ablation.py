@@ -20,8 +20,8 @@ def ablation_table() -> str | None:
     found = read_ablation()
     if found is None:
         return None
-    head = ["data", "mods", "precision", "in FP8 (GEMM FLOPs)", "log loss", "against the original in bf16, 95 %", "smallest detectable", "verdict",
-            "against naive, 95 %", "seeds"]  # fmt: skip
+    head = ["data", "mods", "precision", "in FP8 (GEMM FLOPs)", "log loss", "compared with the original in bf16, 95 %", "smallest detectable", "verdict",
+            "compared with naive, 95 %", "seeds"]  # fmt: skip
     return "\n\n".join([table(head, [list_cell(cell) for cell in found.cells]), *say_caveats(found)])
 
 
@@ -44,8 +44,8 @@ def list_cell(cell: AblationCell) -> list[str]:
 
 
 def say_caveats(found: Ablation) -> list[str]:
-    """What a reader must know of the cells: runs that are missing, plans that are the naive recipe."""
-    kinds = ((found.skipped, "were left out for lack of time"), (found.failed, "failed"))
+    """Return caveats: runs that are missing, plans that are the naive recipe."""
+    kinds = ((found.skipped, "were skipped for lack of time"), (found.failed, "failed"))
     missing = ", ".join(f"{len(runs)} runs {word}" for runs, word in kinds if runs)
     same = "; ".join(f"{data} ({', '.join(variants)})" for data, variants in found.list_equal_plans().items())
     said = []
@@ -53,7 +53,7 @@ def say_caveats(found: Ablation) -> list[str]:
         said.append(f"Not complete: {missing}.")
     if same:
         said.append(
-            "The plan chose the naive recipe for every GEMM: planned and naive FP8 are two runs of one recipe, and their difference is noise: "
+            "Here the plan chose the naive recipe for every GEMM, so planned and naive FP8 are two runs of the same recipe, and their difference is noise: "
             f"{same}."
         )
     return said
@@ -96,14 +96,14 @@ def spell_time(row: TowerLatency) -> str:
 
 
 def ablation_summary() -> str | None:
-    """For README and the page of mods: the bars, a line per data set and one about time."""
+    """Return the block for the page of mods: a line per data set, and one about latency."""
     found, latency = read_ablation(), read_latency()
     lines = [*(say_quality(found) if found else []), *(say_latency(latency) if latency else [])]
     return "\n".join(["## What the mods are worth\n", *lines]) if lines else None
 
 
 def loss_table() -> str | None:
-    """What FP8 alone costs: the unmodified model, FP8 against bf16 over paired seeds."""
+    """Return the cost of FP8 alone: the unmodified model, FP8 compared with bf16 over paired seeds."""
     found = read_ablation()
     if found is None:
         return None
@@ -123,20 +123,20 @@ def loss_table() -> str | None:
 
 
 def say_quality(found: Ablation) -> list[str]:
-    """What was measured how, then a line per data set; nothing where no data set has any."""
+    """Return what was measured and a line per data set; empty if no data set has results."""
     lines = [line for data in found.data if (line := say_data(found, data))]
     if not lines:
         return []
     seeds = max(cell.seeds for cell in found.cells)
     return [
-        f"Test log loss of {found.model} against the unmodified model in bf16: up to {seeds} paired seeds, margin {100 * found.margin:.1f} %, "
+        f"Test log loss of {found.model} compared with the unmodified model in bf16, up to {seeds} paired seeds, margin {100 * found.margin:.1f} %, "
         f"on {found.environment.device} ([all cells](MEASURED)):\n",
         *lines,
     ]
 
 
 def say_data(found: Ablation, data: str) -> str | None:
-    """What a reader asks first of one data set."""
+    """Return the three main comparisons of one data set."""
     asked = {
         "all mods, planned FP8": ("all", "planned"),
         "no mods, planned FP8": ("none", "planned"),
@@ -153,7 +153,7 @@ def say_data(found: Ablation, data: str) -> str | None:
 
 
 def say_latency(latency: AblationLatency) -> list[str]:
-    """The line about time: all mods and the fused tower, batch by batch; nothing where that was not timed."""
+    """Return the line about latency: all mods and the fused tower, by batch size; empty if it was not timed."""
     timed = [r for r in latency.rows if (r.mode, r.variant, r.precision) == ("infer", "all", "fused")]
     if not timed:
         return []
@@ -161,6 +161,6 @@ def say_latency(latency: AblationLatency) -> list[str]:
         f"{r.speedup.value:.2f}x [{r.speedup.low:.2f}, {r.speedup.high:.2f}] at batch {r.batch:,}" for r in timed
     )
     return [
-        f"- latency of an MLP tower of width {latency.settings['width']:,}, all mods and a fused FP8 tower (as it was before chains) over the unmodified tower in compiled bf16: **{speeds}** "
+        f"- latency of an MLP tower of width {latency.settings['width']:,}, all mods with a fused FP8 tower (measured before chains existed), speed-up over the unmodified tower in compiled bf16: **{speeds}** "
         f"on {latency.environment.device}"
     ]
