@@ -1,5 +1,6 @@
 """The gate at the true shape: what it refuses, what it lets pass, and that it asks once. Generated kernels are in tests/benchmarks/test_defects.py."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor, Spec
+from loka.formats import QTensor, Spec, decode, encode
 from loka.formats import quantize as quantize_by_law
 from loka.kernels import registry
 from loka.kernels.backend import YES, no
@@ -100,6 +101,30 @@ def test_a_small_error_in_one_tile_does_not_drown() -> None:
     verdict = judge(spoil((slice(32, 40), slice(16, 24)), 1.02), call(512, 64, 256))
     assert not verdict
     assert "rows 32 to 39, columns 16 to 23" in verdict.reason
+
+
+def _drop_dominating(rows: Tensor) -> Tensor:
+    largest, second = rows.abs().topk(2, dim=1).values.T
+    dropped = rows.scatter(1, rows.abs().argmax(1, keepdim=True), 0.0)
+    return torch.where(((largest > 0) & (largest >= 64 * second))[:, None], dropped, rows)
+
+
+def _clip_outliers(rows: Tensor) -> Tensor:
+    limit = 16 * rows.abs().mean(1, keepdim=True)
+    return rows.clamp(-limit, limit)
+
+
+@pytest.mark.parametrize("change", [_drop_dominating, _clip_outliers])
+@pytest.mark.parametrize("variant", SPECS)
+@pytest.mark.parametrize("shape", [(7, 479, 5), (256, 1024, 8), (64, 256, 1)])
+def test_a_kernel_that_loses_single_large_weights_is_refused(
+    change: Any, variant: str, shape: tuple[int, int, int]
+) -> None:
+    def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        changed = encode(change(decode(b.data, b.spec.format)), b.spec.format)
+        return reference.run(a, replace(b, data=changed), **options)
+
+    assert not judge(run, call(*shape, variant=variant))
 
 
 def test_what_the_reason_names() -> None:

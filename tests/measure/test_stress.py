@@ -41,6 +41,12 @@ def test_sets_are_what_they_say() -> None:
     assert (constant == constant[0]).all()
     scale = matmul_set(CALL, "constant", seed=0, device=CPU).a.scale.flatten()
     assert len(scale.unique()) == 2
+    huge = matmul_set(CALL, "huge", seed=0, device=CPU).b
+    largest, second = decode(huge.data, huge.spec.format).abs().topk(2, dim=1).values.T
+    assert (largest[::2] > 64 * second[::2]).all()
+    assert (second[::4] == 0).all()
+    assert (second[2::4] > 0).all()
+    assert (largest[1::2] < 4 * second[1::2]).all()
     extreme = elements("extreme")
     assert (extreme == 0).all(1).any()
     assert (extreme.abs() == 448).all(1).any()

@@ -14,7 +14,8 @@ under tensor scales too, and every scale differs from its neighbors.
                  and 2^-40 times the others, or with all codes equally likely
     duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements with different scales
     constant     one row repeated M times, a quarter with twice the scale; three quarters of b's rows are equal too
-    huge         all rows of a 2^20 to 2^40 times their size; b as in `flat`
+    huge         all rows of a 2^20 to 2^40 times their size; every other row of b has one element that dominates it,
+                 among zeros or among the format's smallest, so that it shows in every row of the result
     tiny         all elements of a among the format's smallest, with scales 2^20 to 2^40 times smaller; half of b's rows
                  have such elements too
     saturated    every element of a at plus or minus the largest value, half of b's rows too
@@ -82,7 +83,7 @@ def _negate_row(q: QTensor, row: int) -> QTensor:
 
 
 # the kind of b for a given kind of a, where they differ
-_PARTNER = {"heavy": "spread", "huge": "flat", "tiny": "half_subnormal", "saturated": "half_saturated"}
+_PARTNER = {"heavy": "spread", "huge": "half_dominated", "tiny": "half_subnormal", "saturated": "half_saturated"}
 
 
 class _Maker:
@@ -203,6 +204,13 @@ class _Maker:
         exponent = (self.far * (1 + self._uniform(self.rows if self.own_scales else 1)) / 2).round()
         factor = torch.exp2(sign * exponent)
         return replace(q, scale=q.scale * (factor[:, None] if self.own_scales else factor[0]))
+
+    def half_dominated(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        v[::4] = 0
+        v[2::4] *= self._subnormal()
+        v[::2] = _with_impulses(v[::2], self.generator)
+        return self.make(v, spread=0.25)
 
     def half_subnormal(self) -> QTensor:
         v = _normal(self.rows, self.k, self.generator)
