@@ -55,11 +55,11 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool, inline: bo
     stride, inline = width // 2 if kind == "int4:row" else width, inline and ":" in kind
     constants = {
         "D": width, "STRIDE": stride + 4 * inline, "STEP": stride // 4 + 1 if inline else 1,
-        "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "BD": bd,
+        "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "BD": bd,
     }  # fmt: skip
-    types = {key: value for key, value in LOOKUP.items() if name == "_pool" or key != "offset_ptr"}
+    types = {key: value for key, value in LOOKUP.items() if name == "_pool" or key not in ("offset_ptr", "weight_ptr")}
     if name == "_pool":
-        constants |= {"MEAN": False, "U": u, "G": g}
+        constants |= {"WEIGHTED": hot, "MEAN": False, "U": u, "G": g}
     else:
         constants["R"] = u * g
     built = compile_kernel(

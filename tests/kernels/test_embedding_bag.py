@@ -138,6 +138,7 @@ def test_torch_is_the_law_for_float_rows(kind: str) -> None:
         ([1, 2], [0, 2], {"mode": "max"}, "max has no gradient"),
         ([1, 2], [0, 2], {"mode": "mean", "weights": torch.ones(2)}, "belong to sums"),
         ([1, 2], [0, 2], {"weights": torch.ones(3)}, "one weight per item"),
+        ([1, 2], None, {"weights": torch.ones(2)}, r"weights without offsets.*hint: embedding_bag\(rows, indices\)"),
     ],
 )
 def test_what_is_no_lookup_is_refused(indices: list, offsets: list | None, options: dict, message: str) -> None:

@@ -26,7 +26,7 @@ def embedding_bag(
         rows: the table.
         indices: int64 or int32 [L].
         offsets: [B + 1]; bag b is items offsets[b] to offsets[b + 1]. An empty bag gives zeros. None: no pooling.
-        weights: of the items, [L]; only with `mode="sum"`.
+        weights: of the items, [L]; only with offsets and `mode="sum"`.
         mode: `sum` or `mean`; ignored without offsets.
         out_dtype: of the result. Sums are accumulated in float32.
         backend: a name of the registry, or "auto".
@@ -42,6 +42,8 @@ def embedding_bag(
         >>> embedding_bag(rows, torch.tensor([3, 5, 7]), torch.tensor([0, 2, 3])).shape
         torch.Size([2, 16])
     """
+    if weights is not None and offsets is None:
+        raise ValueError("weights without offsets: expected offsets [bags + 1], since weights are for sums; hint: embedding_bag(rows, indices) * weights[:, None]")  # fmt: skip
     mode = "item" if offsets is None else mode
     check_items(rows, indices, offsets, weights)
     bags = len(indices) if offsets is None else len(offsets) - 1

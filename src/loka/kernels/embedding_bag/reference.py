@@ -24,10 +24,10 @@ def run(
 ) -> Tensor:
     """See `loka.kernels.embedding_bag.embedding_bag`."""
     values = rows.take(indices)
-    if weights is not None:
-        values = values * weights.float().unsqueeze(1)
     if offsets is None:
         return values.to(out_dtype)
+    if weights is not None:
+        values = values * weights.float().unsqueeze(1)
     lengths = offsets.diff()
     bag = torch.repeat_interleave(torch.arange(len(lengths), device=indices.device), lengths)
     total = values.new_zeros(len(lengths), rows.width).index_add_(0, bag, values)

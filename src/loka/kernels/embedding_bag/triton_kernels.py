@@ -108,9 +108,9 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
 
 @quick
 @triton.jit
-def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, weight_ptr, out_ptr, L, N,
+def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, out_ptr, L, N,
           D: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr, HOT: tl.constexpr,
-          INT4: tl.constexpr, WEIGHTED: tl.constexpr, R: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+          INT4: tl.constexpr, R: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     item = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     there = item < L
     row = tl.load(index_ptr + item, there, other=0).to(tl.int64)
@@ -119,8 +119,6 @@ def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, weight_ptr, out_ptr
     low = there & known & (kept == 0)
     scale = load_scales(scale_ptr, row, low, STEP, SCALED)
     values = decoded(load_codes(data_ptr, row, low, D, STRIDE, INT4, BD), scale, kept, high, HOT, INT4, BD)
-    if WEIGHTED:
-        values = values * tl.load(weight_ptr + item, there, other=0.0).to(tl.float32)[:, None]
     values = tl.where((there & (known == 0))[:, None], float("nan"), values)
     column = tl.arange(0, BD)[None, :]
     inside = there[:, None] & (column < D)
@@ -162,11 +160,11 @@ def look_up(
         return out
     u, g, bd, warps = tile or tile_of(width, 0.5 if int4 else data.element_size())
     step = 1 if scale is None else scale.stride(0)
-    flags = (width, data.stride(0), step, scale is not None, hot is not None, int4, weights is not None)
+    flags = (width, data.stride(0), step, scale is not None, hot is not None, int4)
     if offsets is None:
         grid = (cdiv(items, u * g),)
-        _take[grid](data, scale, slot, hot, indices, weights, out, items, data.shape[0], *flags, u * g, bd, num_warps=warps)  # fmt: skip
+        _take[grid](data, scale, slot, hot, indices, out, items, data.shape[0], *flags, u * g, bd, num_warps=warps)  # fmt: skip
     else:
         grid = (cdiv(bags, g),)
-        _pool[grid](data, scale, slot, hot, indices, offsets, weights, out, bags, data.shape[0], *flags, mean, u, g, bd, num_warps=warps)  # fmt: skip
+        _pool[grid](data, scale, slot, hot, indices, offsets, weights, out, bags, data.shape[0], *flags, weights is not None, mean, u, g, bd, num_warps=warps)  # fmt: skip
     return out
