@@ -155,7 +155,7 @@ def _padded(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def tile_for(rows: int, d: int, item: int) -> Tile:
+def tile_for(rows: int) -> Tile:
     """Choose a tile for `rows` (beam, head) rows per request and group."""
     if INTERPRETED:
         return (16, 16, 4, 2)
@@ -186,7 +186,7 @@ def attend(
     if s == 0:
         return out.zero_()
     rows = beams * (heads // groups)
-    bm, bn, warps, stages = tile or tile_for(rows, d, q.element_size())
+    bm, bn, warps, stages = tile or tile_for(rows)
     tma = _one_matrix(k) and (shared or _one_matrix(v))
     _attend[(cdiv(rows, bm), requests * groups)](
         q, k, v, _descriptor(k, bn) if tma else None, _descriptor(v, bn) if tma and not shared else None, lengths, out,
