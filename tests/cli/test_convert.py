@@ -31,6 +31,17 @@ def loud():
     print("the factory speaks")
     return Loud()
 
+class Dots(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tall, self.wide = nn.Linear(16, 64), nn.Linear(16, 64)
+    def forward(self, x, y):
+        return (self.tall(x) + self.wide(y)).sum(1, keepdim=True)
+
+def pairs(split, batch_size, seed):
+    for x, target in batches(split, batch_size, seed):
+        yield (x, x.flip(1)), target
+
 def broken():
     model = build(0)
     with torch.no_grad():
@@ -120,6 +131,18 @@ def test_a_plan(tmp_path: Path) -> None:
         run("--plan", tmp_path / "plan.json", "--keep", "0")
     with pytest.raises(ValueError, match="cannot be combined with a plan"):
         run("--plan", tmp_path / "plan.json", "--scales", "delayed")
+
+
+def test_a_plan_with_mods_for_a_model_of_two_inputs(tmp_path: Path) -> None:
+    """Mods are tried on the inputs of a batch, as `loka tune` tried them when it made the plan."""
+    import own_convert_model
+
+    from loka.placing import plan_everything
+
+    example = (torch.randn(32, 16), torch.randn(32, 16))
+    records.save(plan_everything(own_convert_model.Dots(), example, mods=["narrow_outputs"]), tmp_path / "plan.json")
+    _, text = run("--plan", tmp_path / "plan.json", model="Dots", data="pairs")
+    assert "mods: narrow_outputs" in text
 
 
 @pytest.mark.parametrize(
