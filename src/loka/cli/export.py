@@ -58,31 +58,10 @@ def export(
 
 def _open_folder(folder: Path, factory: str | None, rows: int, device: str) -> tuple[Any, Any]:
     """Open a ranker's folder as `loka serve` does; return the model and a batch of random rows."""
-    from loka.serving.rank_bundle import load_ranker
+    from loka.serving.rank_bundle import draw_batch, load_ranker
 
     bundle = load_ranker(folder, factory=factory, device=device)
-    return bundle.model, _draw(bundle.schema, rows).to(device)
-
-
-def _draw(schema: Any, rows: int) -> Any:
-    import torch
-
-    from loka.data import Batch, Jagged
-
-    draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(field.cardinality, (rows,), generator=draw) for field in schema.categorical]
-    lengths = [torch.randint(1, s.max_length + 1, (rows,), generator=draw) for s in schema.sequences]
-    jagged = {
-        s.name: Jagged(torch.randint(s.cardinality, (int(n.sum()),), generator=draw), torch.cat([n.new_zeros(1), n.cumsum(0)]))
-        for s, n in zip(schema.sequences, lengths, strict=True)
-    }  # fmt: skip
-    return Batch(
-        torch.randn(rows, len(schema.dense), generator=draw),
-        torch.stack(ids, 1) if ids else torch.zeros(rows, 0, dtype=torch.int64),
-        jagged,
-        torch.zeros(rows, len(schema.labels)),
-        torch.zeros(rows, dtype=torch.int64),
-    )
+    return bundle.model, draw_batch(bundle.schema, rows, device)
 
 
 def _open_model(model: str, data: str | None, plan: Path | None, recipe: str | None, weights: Path | None, rows: int, seed: int, device: str) -> tuple[Any, Any]:  # fmt: skip

@@ -1,0 +1,33 @@
+"""`loka export` opens a ranker's folder as serving does, and traces it on a batch drawn from its columns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from loka.cli import app
+from loka.data.schema import Field, Schema, SequenceField
+from loka.exporting import package
+from loka.models import build_ranker
+from loka.serving import save_ranker
+
+SCHEMA = Schema(("price",), (Field("item", 50),), (SequenceField("seen", 50, 4),), ("click",))
+
+
+def test_a_rankers_folder_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(program: Any, path: Path, inputs: Any, outputs: Any, shapes: Any, device: Any) -> Any:
+        path.write_bytes(b"not compiled")  # compiling takes many seconds; tests of exporting do it once
+        return lambda tensors: list(program.module()(*tensors))
+
+    monkeypatch.setattr(package, "_write_aoti", write)
+    torch.manual_seed(0)
+    save_ranker(build_ranker(SCHEMA, "wukong", "tiny"), SCHEMA, tmp_path / "ranker", family="wukong", size="tiny")
+    words = ["export", str(tmp_path / "ranker"), "--out", str(tmp_path / "ranker.pt2"), "--batch-size", "16", "--json"]
+    done = CliRunner().invoke(app, words, obj={})
+    assert done.exit_code == 0, done.output
+    made = json.loads(done.stdout)
+    assert Path(made["path"]).read_bytes() == b"not compiled"
+    assert any("seen" in name for name in made["inputs"])
