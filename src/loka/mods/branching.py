@@ -1,4 +1,4 @@
-"""Find out whether a module's forward has branches that one run of it does not show.
+"""Find out whether a module's forward has branches that one run of it does not show, and what else runs its children.
 
 A mod that moves a computation from one place to another must know that both places are always executed together. One
 run on an example shows one path; an `if` on `self.training`, on an optional argument or on a flag hides the others. So
@@ -44,6 +44,24 @@ def find_branch(module: nn.Module) -> str | None:
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
     return next(_find_branches(module, "forward", kind.forward, set()), None)
+
+
+def other_entries(module: nn.Module) -> list[str]:
+    """Return the names of public methods, besides forward, that use a child of the module, such as a decoder's `step`.
+
+    A mod that changes what forward does would not reach them, and the two would disagree. Methods of torch's own
+    modules are ignored. A method whose source cannot be read is included.
+    """
+    found: list[str] = []
+    for base in type(module).__mro__:
+        if base.__module__.startswith("torch.nn"):
+            break
+        for name, value in vars(base).items():
+            if name.startswith("_") or name in ("forward", "extra_repr", "train", "eval"):
+                continue
+            if inspect.isfunction(value) and _uses_child(module, value, set()):
+                found.append(name)
+    return found
 
 
 def _find_branches(module: nn.Module, name: str, function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
@@ -140,3 +158,21 @@ def _is_own(module: nn.Module, value: ast.expr, own: str) -> bool:
         found = getattr(module, value.attr, None)
         return isinstance(found, nn.Module) or callable(found)
     return _is_own(module, value.value, own)
+
+
+def _uses_child(module: nn.Module, method: Callable[..., Any], seen: set[Any]) -> bool:
+    """Return True if a method refers to a child of the module, directly or through another method."""
+    seen.add(method)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
+            continue
+        if node.attr in module._modules:
+            return True
+        other = inspect.getattr_static(type(module), node.attr, None)
+        if inspect.isfunction(other) and other not in seen and _uses_child(module, other, seen):
+            return True
+    return False

@@ -23,8 +23,8 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from loka.mods.branching import other_entries
 from loka.mods.editor import Editor
-from loka.mods.graph import other_entries
 from loka.mods.interception import Elsewhere, Key, NormalizeInputs, NormalizeOutput, Reordered
 from loka.mods.journal import names_of
 from loka.mods.norms import find_norms, refuse_norm
