@@ -14,7 +14,14 @@ from kernels.interpreter import run_interpreted
 from loka.formats import Spec
 from loka.kernels import BACKENDS, registry
 from loka.kernels.backend import UnsupportedError
-from loka.kernels.norm_quantize import NormCall, NormGradient, NormResult, norm_gradient, norm_quantize
+from loka.kernels.norm_quantize import (
+    NormCall,
+    NormGradient,
+    NormGradientCall,
+    NormResult,
+    norm_gradient,
+    norm_quantize,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
@@ -333,6 +340,14 @@ def test_mistakes_are_named() -> None:
         UnsupportedError, match=r"'triton' cannot run 2x20000 rms none -> e4m3:row on cpu: a row must fit"
     ):
         norm_quantize(torch.ones(2, 20000), spec, norm="rms", backend="triton")
+
+
+def test_a_gradient_call_names_its_dtype() -> None:
+    """The text is the variant of a performance row: calls that differ in dtype must differ in it."""
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
+        assert str(NormGradientCall(4, 32, "rms", in_dtype=dtype)) == f"4x32 gradient rms none -> {name}"
+    low = NormGradientCall(4, 32, "rms", spec=Spec.parse("e4m3:tensor:delayed"))
+    assert str(low) == "4x32 gradient rms none -> e4m3:tensor:delayed + T"
 
 
 @every_backend

@@ -70,7 +70,7 @@ class NormGradientCall:
 
     def __str__(self) -> str:
         x = f" {self.kept}" if self.kept else ""
-        out = f"{self.spec} + T" if self.spec else "16 bits"
+        out = f"{self.spec} + T" if self.spec else str(self.in_dtype).removeprefix("torch.")
         extras = f"{' +dh' if self.residual else ''}{' +dropout' if self.dropout else ''}"
         return f"{self.m}x{self.k}{x} gradient {self.norm} {self.activation}{extras} -> {out}"
 
