@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import loka
-from loka.tuning.looking import name_unseen
+from loka.tuning.looking import describe_unseen_products
 from loka.units import discover
 from loka.units.undisturbed import undisturbed
 
@@ -37,7 +37,7 @@ def test_the_rest_is_found_and_the_part_is_named() -> None:
     model = Mixed()
     found = discover(model, (torch.randn(8, 16),), linears=1)
     assert "top.0" in {name for unit in found.units for name in unit.linears}
-    (note,) = name_unseen(model)
+    (note,) = describe_unseen_products(model)
     assert "bottom: TorchScript runs it" in note
 
 

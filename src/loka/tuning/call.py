@@ -111,7 +111,7 @@ class Selection:
         change: change of the metric with all offers swapped in; None if there are none.
         swapped: the losses behind `change`.
         unresolved: `change`, if the data cannot resolve the user's margin and a coarser one is used.
-        may_leave_mods: whether tune applied the mods itself and may drop them if they make the step slower.
+        may_drop_mods: whether tune applied the mods itself and may drop them if they make the step slower.
         tables, collectives: formats and codecs chosen along with the offers.
     """
 
@@ -127,7 +127,7 @@ class Selection:
     change: Interval | None = None
     swapped: Losses | None = None
     unresolved: Interval | None = None
-    may_leave_mods: bool = False
+    may_drop_mods: bool = False
     tables: list[TablePlan] = field(default_factory=list)
     collectives: list[CollectivePlan] = field(default_factory=list)
 

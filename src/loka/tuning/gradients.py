@@ -44,7 +44,7 @@ from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
 
 BATCHES = 2  # batches to run
 # Least cos^2 of a gradient and the 16-bit one. FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more.
-SAME_WAY = 0.6
+LEAST_COSINE_SQUARED = 0.6
 SAME_SIZE = 1.4  # largest ratio of their sizes, along the 16-bit one, in either direction; 0.95 to 1.03 were seen
 LEAST_SIZE = 0.25  # a 16-bit gradient that shrinks further than this with moved weights excuses no more
 BESIDE_REFERENCE = 0.15  # largest relative difference from the reference as a whole,
@@ -168,7 +168,7 @@ def _compare_with_exact(what: str, found: list[Tensor] | None, exact: list[Tenso
         return f"the gradient of {what} is not finite, but is finite in 16-bit", float("inf")
     cosine, gain = _project(seen, expected)
     ratio = float(seen.norm() / expected.norm())
-    least, turned, shrunk, grown = SAME_WAY**0.5, 1.0, 1.0, 1.0
+    least, turned, shrunk, grown = LEAST_COSINE_SQUARED**0.5, 1.0, 1.0, 1.0
     if moved is not None and len(moved) == len(exact) and bool((other := _flat(moved)).isfinite().all()):
         turned, size = min(max(_project(other, expected)[0], 0.0), 1.0), float(other.norm() / expected.norm())
         least, shrunk, grown = least * turned, min(max(size, LEAST_SIZE), 1.0), max(size, 1.0)

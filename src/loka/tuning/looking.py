@@ -25,7 +25,7 @@ from loka.tuning.task import Task
 from loka.units import discover, measuring
 from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
 
-__all__ = ["Looked", "SiteLook", "look", "name_unseen"]
+__all__ = ["Looked", "SiteLook", "describe_unseen_products", "look"]
 
 ROWS = 1024  # rows of a call to score
 Progress = Callable[[str, int, int], None]
@@ -83,7 +83,7 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
     )
 
 
-def name_unseen(model: nn.Module) -> list[str]:
+def describe_unseen_products(model: nn.Module) -> list[str]:
     """Describe matrix products that are not an nn.Linear: they stay in 16-bit, and FLOPs shares do not count them.
 
     Returns one note per reason, with the names of the modules.

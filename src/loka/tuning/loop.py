@@ -142,7 +142,7 @@ def tune(
             else:
                 undo.callback(mods_room.revert, inner)
                 names = session.apply_mods(list(mods_room.CORE) if architecture else [])
-            made = session.run(names, may_leave_mods=not present and not architecture)
+            made = session.run(names, may_drop_mods=not present and not architecture)
             record = msgspec.structs.replace(made, metric_name=_name_metric(metric))
         # convert applies the mods of the plan itself, as it does when the plan is loaded elsewhere
         if record.plan.units or record.plan.mods or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip

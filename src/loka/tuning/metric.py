@@ -13,7 +13,7 @@ from loka.records import Interval
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import compare, converted, evaluate
 from loka.tuning.evidence import digest
-from loka.tuning.rehearsal import leave_chain
+from loka.tuning.rehearsal import replace_chain_by_linears
 
 WORTH_LEAVING = 0.25  # share of the excess that a linear must cause to be dropped first, so that few are dropped
 RETRIES = 4  # linears dropped for the metric that are tried again at the end, the largest first
@@ -35,7 +35,7 @@ def verify_metric(call: Call, selection: Selection) -> None:
         try:
             alone[offer.name] = call.evidence.get_interval(key) or call.evidence.put_interval(key, swap(call, selection, [offer]))  # fmt: skip
         except AnotherPathError as error:
-            offers += leave_chain(call, selection, error)
+            offers += replace_chain_by_linears(call, selection, error)
     for offer in [*selection.offers]:
         if alone[offer.name].value == 0.0 and base.step == 0.0 and not _depends_on(call, selection, offer):
             selection.drop(offer, "swapped in, it changes no loss at all, so nothing shows what FP8 would do there: its output does not reach what is measured, or is the same in FP8 (zero weights, as in an untrained adapter)")  # fmt: skip
@@ -73,7 +73,7 @@ def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) ->
         try:
             together = selection.change = _swap_all(call, selection)
         except AnotherPathError as error:
-            for part in leave_chain(call, selection, error):
+            for part in replace_chain_by_linears(call, selection, error):
                 origins[part.name] = part
             continue
         if _judge(call, selection, together, coarsest):

@@ -30,7 +30,7 @@ def rehearse(call: Call, selection: Selection) -> None:
         if error is None:
             return
         if isinstance(error, AnotherPathError):
-            leave_chain(call, selection, error)
+            replace_chain_by_linears(call, selection, error)
             continue
         alone = [(offer, _try_step(call, selection, [offer])) for offer in selection.offers]
         failing = [(offer, why) for offer, why in alone if why is not None and not isinstance(why, AnotherPathError)]
@@ -84,7 +84,7 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
         try:
             change = train_paired(call.task, selection.to_plan(call), call.train, call.optimizer, call.metric, lambda done: call.progress("paired training", done, 2 * call.train))  # fmt: skip
         except AnotherPathError as error:
-            leave_chain(call, selection, error)
+            replace_chain_by_linears(call, selection, error)
             continue
         # Two training runs also differ by chance, which the interval over examples does not cover. So the user's margin
         # is compared with the lower end of the change here, and not with its value as in `Call.is_within`.
@@ -95,7 +95,7 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
     return None
 
 
-def leave_chain(call: Call, selection: Selection, error: AnotherPathError) -> list[Offer]:
+def replace_chain_by_linears(call: Call, selection: Selection, error: AnotherPathError) -> list[Offer]:
     """Take apart a chain that the model does not run in the order it was found. Its linears stay in, each by itself.
 
     Returns their offers. The error names the chain.

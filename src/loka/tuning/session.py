@@ -19,7 +19,7 @@ from loka.tuning import choosing, metric, rehearsal, timing, whole_step
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import evaluate, evaluate_averaged
 from loka.tuning.gradients import describe, verify_gradients
-from loka.tuning.looking import look, name_unseen
+from loka.tuning.looking import describe_unseen_products, look
 from loka.tuning.tables import choose_parts, describe_part
 from loka.tuning.whole_step import StepTimes
 
@@ -75,13 +75,13 @@ class Session:
                 mods_room.apply(task.model, [mods_room.parse(name) for name in taken], example=example)
         return taken
 
-    def run(self, mods: list[str], *, may_leave_mods: bool) -> Tuning:
+    def run(self, mods: list[str], *, may_drop_mods: bool) -> Tuning:
         """Look, choose, verify, and return the record. `mods` are those the model has now.
 
-        With `may_leave_mods` they may be dropped if they do not pay off: tune applied them, and the user did not ask.
+        With `may_drop_mods` they may be dropped if they do not pay off: tune applied them, and the user did not ask.
         """
         call = self.call
-        call.notes += name_unseen(call.task.model)
+        call.notes += describe_unseen_products(call.task.model)
         with call.phase("look"):
             looked = look(call.task, training=call.training, progress=call.progress)
             base = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
@@ -90,7 +90,7 @@ class Session:
         chosen = make_offers(
             looked, limits=Limits.before_swapping(call.margin, training=call.training), training=call.training
         )
-        selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_leave_mods=may_leave_mods)  # fmt: skip
+        selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_drop_mods=may_drop_mods)  # fmt: skip
         if call.training:
             rehearsal.rehearse(call, selection)
         with call.phase("time units"):

@@ -17,7 +17,7 @@ from loka.records import Interval
 from loka.tuning import timing
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import converted
-from loka.tuning.rehearsal import leave_chain
+from loka.tuning.rehearsal import replace_chain_by_linears
 from loka.units.undisturbed import put_back
 
 CLEAR = 1.1  # times as fast as 16-bit when timed alone; below that, a unit may cost its neighbours more than it gains
@@ -144,10 +144,10 @@ def _settle_layout(call: Call, selection: Selection, base: Mapping[str, timing.C
         with put_back(call.task.model):
             times = _time(call, base)
         found = _report(base, times, _fastest(times, LAYOUT), original)
-        if found.speedup is None or found.speedup.value >= 1.0 or not selection.may_leave_mods:
+        if found.speedup is None or found.speedup.value >= 1.0 or not selection.may_drop_mods:
             return found
         note = f"{note}, and in 16-bit {', '.join(selection.mods)} makes the step {found.speedup.value:.2f}x as fast"
-    if selection.may_leave_mods:
+    if selection.may_drop_mods:
         selection.mods = []
     return StepTimes(note=note if selection.mods else f"{note}: nothing is converted")
 
@@ -167,7 +167,7 @@ def _time_converted(call: Call, selection: Selection, base: Mapping[str, timing.
                 with put_back(model):  # replays write to buffers
                     return runs, _time(call, runs)
         except AnotherPathError as error:
-            leave_chain(call, selection, error)
+            replace_chain_by_linears(call, selection, error)
 
 
 def _time(call: Call, runs: Mapping[str, timing.Captured]) -> dict[str, list[float]]:
