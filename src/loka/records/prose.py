@@ -22,11 +22,7 @@ def spell(choice: "Choice") -> str:
 
 def describe(plan: "Plan") -> str:
     """Summarize a plan: a line per site, unit, table and collective, then the low-precision share, mods and notes."""
-    unit_of = {name: unit.name for unit in plan.units for name in unit.linears}
-    lines = [
-        f"{site.site}  {f'in the unit {unit_of[site.site]}' if site.site in unit_of else _spell_site(site) or 'no GEMM was seen'}"
-        for site in plan.sites
-    ]
+    lines = [f"{site.site}  {_spell_site(site, plan) or 'no GEMM was seen'}" for site in plan.sites]
     lines += [f"unit {unit.name}  {spell_unit(unit)}" for unit in plan.units]
     lines += [f"{part.name}  {spell_part(part)}" for part in plan.parts]
     of = "the model's" if plan.flops_of == "model" else "the probed"
@@ -47,9 +43,9 @@ def diff(before: "Plan", after: "Plan") -> str:
         if name not in new_sites:
             lines.append(f"- {name}: gone")
         elif name not in old_sites:
-            lines.append(f"+ {name}: new, {_spell_site(new_sites[name])}")
+            lines.append(f"+ {name}: new, {_spell_site(new_sites[name], after)}")
         else:
-            lines += _diff_site(old_sites[name], new_sites[name])
+            lines += _diff_site(old_sites[name], new_sites[name], before, after)
     return "\n".join([*lines, *_diff_units(before, after)])
 
 
@@ -89,15 +85,20 @@ def _spell_link(link: "LinkPlan") -> str:
     return f"{link.linear}{norm}{'' if link.activation == 'none' else f' {link.activation}'}{dropout}"
 
 
-def _spell_site(site: "SitePlan") -> str:
+def _spell_site(site: "SitePlan", plan: "Plan") -> str:
+    if (unit := plan.unit_of(site.site)) is not None:
+        return f"in the unit {unit.name}"
     return ", ".join(f"{choice.gemm} {spell(choice)}" for choice in site.choices)
 
 
-def _diff_site(before: "SitePlan", after: "SitePlan") -> list[str]:
+def _diff_site(before: "SitePlan", after: "SitePlan", old_plan: "Plan", new_plan: "Plan") -> list[str]:
     lines = []
     shapes = [(site.m, site.k, site.n) for site in (before, after)]
     if shapes[0] != shapes[1]:
         lines.append(f"~ {before.site}: M x K x N {shapes[0]} -> {shapes[1]}")
+    if old_plan.unit_of(before.site) or new_plan.unit_of(after.site):  # a unit decides for its linears
+        was, now = _spell_site(before, old_plan), _spell_site(after, new_plan)
+        return lines if was == now else [*lines, f"~ {before.site}: {was} -> {now}"]
     old, new = ({c.gemm: spell(c) for c in site.choices} for site in (before, after))
     gemms = [*old, *(g for g in new if g not in old)]
     changed = [(g, old.get(g, "absent"), new.get(g, "absent")) for g in gemms if old.get(g) != new.get(g)]
