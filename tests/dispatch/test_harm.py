@@ -95,7 +95,8 @@ def test_a_measured_change_within_the_margin_excuses_a_prediction_but_not_a_hope
     good = interval(0.0, 0.0002)
     taken = plan_of(swapped(site("a", scored(0.004)), good))
     assert first(taken).quantized
-    assert "swapped in alone it moved the metric by at most +0.0200%" in first(taken).reason
+    assert "swapped in alone it moved the metric by +0.0000% [-0.0200%, +0.0200%], allowed" in first(taken).reason
+    assert "overrides the predicted change of the loss, up to 0.4" in first(taken).reason
     hopeless = plan_of(swapped(site("a", scored(0.006)), good))
     assert not first(hopeless).quantized
     assert "predicted" in first(hopeless).reason

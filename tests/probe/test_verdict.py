@@ -47,7 +47,7 @@ def test_units_share_the_margin_in_squares() -> None:
     assert verdict(candidate(harm=harm), units=1).safety == "safe"
     many = verdict(candidate(harm=harm), units=4)
     assert many.safety == "unsafe"
-    assert "0.01 %, 0.02 % divided by the square root of 4 units" in many.reason
+    assert "0.01%, 0.02% divided by the square root of 4 units" in many.reason
 
 
 def test_without_a_harm_nothing_is_called_safe() -> None:
@@ -81,7 +81,7 @@ def test_only_safe_candidates_can_be_fast() -> None:
 def test_the_reason_of_a_safe_one_says_where_it_was_measured_and_what_else_would_do() -> None:
     low, lower = around(0.0001), around(0.00005)
     found = verdict(candidate(harm=lower), candidate(recipe="blockwise", harm=low))
-    assert "rowwise: may change the loss by 0.005 %, at most 0.005 %" in found.reason
+    assert "rowwise: may change the loss by 0.005%, at most 0.005%" in found.reason
     assert "also within it: blockwise; MERE 0.1 [0.1, 0.1] on the copula" in found.reason
     unscored = verdict(candidate(), candidate(recipe="blockwise", error=0.15))
     assert "rowwise: MERE 0.1 [0.1, 0.1] on the copula, limit 0.2; also under it: blockwise" in unscored.reason

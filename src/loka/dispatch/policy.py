@@ -312,7 +312,7 @@ def choose(
         nothing = f"{policy.recipe} keeps {gemm} in high precision" if kept else "no candidate was evaluated"
         return choice_of(gemm, None, "; ".join(refusals) or nothing, refusals=refusals)
     best = min(passing, key=_rank_by_preference if policy.min_speedup is None else _rank_by_time)
-    return _make_choice(best, _explain(best, policy, site), refusals)
+    return _make_choice(best, _explain(best, policy, site, units), refusals)
 
 
 def _make_choice(candidate: Candidate, reason: str, refusals: list[str]) -> Choice:
@@ -372,7 +372,7 @@ def _refuse_by_accuracy(candidate: Candidate, policy: Policy, site: Site | None,
             return None
     if harm is not None:
         share = share_of_margin(margin, units)
-        if harm.high > share:  # Probe's verdict uses the same end: what it calls unsafe is never planned
+        if harm.high > share:  # the same end as in Probe's verdict
             return f"predicted change of the loss up to {harm.high:.4%} exceeds {share:.4%}, its share of the margin"
         if policy.limit(candidate.gemm) >= Policy().limit(candidate.gemm):
             return None  # only an error limit tighter than the default applies in addition to the score
@@ -393,16 +393,17 @@ def _rank_by_time(candidate: Candidate) -> tuple[float, float]:
     return -speedup, _rank_by_preference(candidate)[1]
 
 
-def _explain(candidate: Candidate, policy: Policy, site: Site | None) -> str:
-    error = candidate.error
+def _explain(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str:
+    error, harm = candidate.error, candidate.harm
     if _was_swapped(candidate, site):
         assert site is not None
         assert site.metric_change is not None
-        reason = f"{candidate.recipe}: swapped in alone it moved the metric by at most {site.metric_change.high:+.4%}, margin {policy.margin:.3%}"
-    elif candidate.harm is not None:
-        reason = (
-            f"{candidate.recipe}: predicted change of the loss {candidate.harm.value:.4%}, margin {policy.margin:.3%}"
-        )
+        judged = allow(site.metric_change, margin=policy.margin, units=units)
+        reason = f"{candidate.recipe}: swapped in alone it moved the metric by {judged.text}"
+        if harm is not None and harm.high > share_of_margin(policy.margin, units):
+            reason += f"; this measurement overrides the predicted change of the loss, up to {harm.high:.4%}"
+    elif harm is not None:
+        reason = f"{candidate.recipe}: predicted change of the loss {harm.value:.4%}, margin {policy.margin:.3%}"
     else:
         assert error is not None  # _refuse rejects candidates without a measured error
         reason = f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}; what it does to the loss was not measured"

@@ -189,14 +189,16 @@ def _veto(site: Site, record: ProbeReport, described: str) -> Site:
     if site.metric_change is None:
         return site
     judged = allow(site.metric_change, margin=record.margin, units=max(record.units, 1))
-    words = f"swapped in alone it changes {described} by {judged.text}"
+    words = f"swapped in alone it changes the metric ({described}) by {judged.text}"
 
     def correct(verdict: GemmVerdict) -> GemmVerdict:
         if verdict.gemm != "fprop":
             return verdict
         if judged.within:
             return msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {words}")
-        return msgspec.structs.replace(verdict, safety="unsafe", reason=f"{words}: vetoed; {verdict.reason}")
+        return msgspec.structs.replace(
+            verdict, safety="unsafe", reason=f"vetoed by the measured change: {words}; {verdict.reason}"
+        )
 
     return msgspec.structs.replace(site, verdicts=[correct(verdict) for verdict in site.verdicts])
 

@@ -129,7 +129,7 @@ def judge(
 
 def spell_share(value: float) -> str:
     """Format a relative change as a percentage with two significant digits."""
-    return f"{100 * value:.2g} %"
+    return f"{100 * value:.2g}%"
 
 
 def spell_harm(harm: Interval) -> str:
