@@ -300,7 +300,8 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
         dropped[worst.name] = f"not converted: with everything together the metric moved {spell_change(change)}"
         call.notes.append(f"{worst.name} is {dropped[worst.name]}")
         selection.tables, selection.collectives, selection.change, selection.swapped = [], [], without, None
-    plain = {part.name: part for part in (*find_tables(task.model), *find_collectives(task.model))}
+    unchanged: list[TablePlan | CollectivePlan] = [*find_tables(task.model), *find_collectives(task.model)]
+    plain = {part.name: part for part in unchanged}
     return [
         msgspec.structs.replace(plain[part.name], reason=dropped[part.name], refusals=part.refusals)
         if part.name in dropped
