@@ -2,15 +2,15 @@
 
 import importlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-ROOMS = (
-    "data", "demo", "dispatch", "exporting", "formats", "kernels", "measure", "metrics", "mods", "models", "nn", "placing", "probe", "ptq",
-    "records", "report", "semantic_ids", "tuning",
-)  # fmt: skip
+import loka
+
+ROOMS = sorted(file.parent.name for file in Path(loka.__file__).parent.glob("*/__init__.py"))
 
 
 def exported(room: str) -> dict[str, Any]:

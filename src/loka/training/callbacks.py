@@ -42,7 +42,11 @@ class LogLine:
 
 @dataclass(frozen=True)
 class CallbackState:
-    """State of a callback in a checkpoint: named tensors, and JSON values.
+    """State of a callback in a checkpoint.
+
+    Args:
+        tensors: named tensors.
+        values: JSON values.
 
     Example:
         >>> CallbackState(values={"lines": 3})

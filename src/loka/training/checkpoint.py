@@ -36,7 +36,12 @@ class DamagedCheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run at one step: groups of CPU tensors, one file each, and JSON values.
+    """The state of a run at one step.
+
+    Args:
+        step: the step.
+        tensors: groups of CPU tensors, one file each.
+        state: JSON values.
 
     Example:
         >>> read_checkpoint(path).state["counters"]
@@ -48,7 +53,13 @@ class Snapshot:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """List the complete checkpoints in a run's checkpoint folder, oldest first.
+    """List the complete checkpoints of a run.
+
+    Args:
+        folder: the run's checkpoint folder.
+
+    Returns:
+        Their folders, oldest first.
 
     Example:
         >>> find_checkpoints(Path("runs/x/checkpoints"))[-1].name
@@ -167,7 +178,13 @@ def write_best(folder: Path, best: dict[str, Any]) -> None:
 
 
 def read_best(folder: Path) -> Path:
-    """Return the best checkpoint in a run's checkpoint folder, by its monitored metric.
+    """Find the best checkpoint of a run, by its monitored metric.
+
+    Args:
+        folder: the run's checkpoint folder.
+
+    Returns:
+        The folder of the checkpoint.
 
     Example:
         >>> load_weights(model, read_best(Path("runs/x/checkpoints")))

@@ -30,7 +30,14 @@ LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor | None]]
 
 
 def ranking_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the mean binary cross-entropy of `model(batch)` over examples and labels, in float32, and the logits.
+    """Compute the mean binary cross-entropy over examples and labels, in float32.
+
+    Args:
+        model: returns logits for a batch.
+        batch: its input; has `labels`.
+
+    Returns:
+        The loss, and the logits.
 
     Example:
         >>> loss, logits = ranking_loss(model, batch)

@@ -54,6 +54,9 @@ class Curve(Callback):
 class JsonlLog(Callback):
     """Writes one line of JSON per log step and evaluation to a file, flushed at once.
 
+    Args:
+        path: the file; in a resumed run it is continued.
+
     Example:
         >>> JsonlLog("runs/x/log.jsonl")
     """
@@ -124,7 +127,10 @@ def _read_lines(path: Path) -> list[str]:
 
 
 class Progress(Callback):
-    """A progress bar on stderr, or on a given console: loss, NE, examples per second, time left.
+    """A progress bar: loss, NE, examples per second, time left.
+
+    Args:
+        console: where to draw it; None: on stderr.
 
     Example:
         >>> Trainer(model, data, callbacks=[Progress()]).fit()
@@ -186,7 +192,10 @@ class Progress(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes scalars for TensorBoard into a folder; needs the `tensorboard` package.
+    """Writes scalars for TensorBoard; needs the `tensorboard` package.
+
+    Args:
+        folder: folder of the event files.
 
     Example:
         >>> TensorBoard("runs/x/tensorboard")

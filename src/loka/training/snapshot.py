@@ -32,6 +32,9 @@ COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), NumPy and Python.
 
+    Args:
+        seed: any 64-bit integer.
+
     Example:
         >>> seed_everything(0)
     """
@@ -125,7 +128,14 @@ def find_nonfinite(model: nn.Module) -> list[str]:
 
 
 def load_weights(model: nn.Module, path: Path) -> int:
-    """Load only the weights of a checkpoint folder into a model, and return the checkpoint's step.
+    """Load only the weights of a checkpoint into a model.
+
+    Args:
+        model: changed in place.
+        path: the checkpoint's folder.
+
+    Returns:
+        The checkpoint's step.
 
     Example:
         >>> load_weights(model, find_checkpoints(folder)[-1])

@@ -51,6 +51,9 @@ class Discovered:
         ends: for the last linear of every chain, why the chain ends there.
         tables: the embedding tables in their current format.
         collectives: what the ranks of this model would send each other, in its current format.
+
+    Example:
+        >>> print(discover(model, batch))
     """
 
     units: list[UnitPlan] = field(default_factory=list)
