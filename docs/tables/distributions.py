@@ -1,4 +1,4 @@
-"""The page of distributions: weights and activations of three trained models, beside what was published of such models."""
+"""The page of distributions: weights and activations of three trained models, compared with published ones."""
 
 from typing import Any
 
@@ -7,27 +7,27 @@ from tables.results import read, table
 RECORD = "cpu/distributions.json"
 TEXT = """# Distributions of trained models
 
-The second paper's argument for FP8 in generative recommenders is a picture: weights of a traditional ranker have variances up to about 1e7 and values over 1,000, those of OneRec-V2 and of language models stay below
-a variance of 0.1. Here are three models that were trained for it, layer by layer. `loka analyze` makes the same table of any trained run or checkpoint; a model that nobody trained gets no verdict.
+The second paper argues for FP8 in generative recommenders with a plot of distributions: weights of a traditional ranker have variances up to about 1e7 and values over 1,000, while those of OneRec-V2 and of language models stay below a variance of 0.1.
+This page shows three models that we trained for the comparison, layer by layer. `loka analyze` makes the same table for any trained run or checkpoint; an untrained model gets no verdict.
 
 ![Variance, largest magnitude, 99th percentile and range inside a row, by layer](figures/distributions.svg)
 
 """
-COMPARED = """## Beside the published analysis
+COMPARED = """## Compared with the published analysis
 
-* **OneRec is like the language model**, in weights and in activations, as published: no weight variance near 0.1, no activation that loses a percent under one scale for each token. The widest range is what enters
-  the last linear of its FFNs, a product of two things.
-* **The ranker's weights are not what is wide here.** Nothing like 1e7 or 1,000 came out of {steps} at four times the usual learning rate; its linears have heavier tails (kurtosis {kurtosis:.0f}), and the largest
-  variance is that of an embedding table, which began at 1. Production rankers train for months on tables that grow; that we cannot repeat.
-* **Its activations are**: up to {absmax:,.0f}, because dollars enter as dollars, and the linears behind hand that on. Magnitude alone is harmless to a scaled format: what counts is the range under one scale. With one
-  scale for the tensor {lost:.0%} of the first linear's input becomes zero, with one for each row {row:.1%}. That is where a plan keeps a site in 16 bits, and where [naive FP8 fails](concepts/naive.md).
+* **OneRec resembles the language model**, in weights and in activations, as published. No weight variance is near 0.1, and with one scale per token no activation loses a percent. The input of the last linear of its FFNs, which is a
+  product of two tensors, has the widest range.
+* **The ranker's weights do not have a wide range here.** {steps} at four times the usual learning rate led to nothing like 1e7 or 1,000. Its linears have heavier tails (kurtosis {kurtosis:.0f}). The largest variance is that of an
+  embedding table, whose initial variance is 1. Production rankers train for months on growing tables, which we cannot repeat.
+* **The ranker's activations do**: up to {absmax:,.0f}, because dollar amounts are raw inputs, and the linears pass them on. Magnitude alone does not matter to a scaled format; the range under one scale does. With one scale for the
+  tensor, {lost:.0%} of the first linear's input becomes zero; with one per row, {row:.1%}. At such sites [naive FP8 fails](concepts/naive.md) and a plan keeps 16-bit precision.
 
-Small models, trained for minutes on two busy cores: {machine}. `{command}`; the record is `benchmarks/results/{record}`.
+These are small models, trained for minutes on two busy cores: {machine}. `{command}`; the record is `benchmarks/results/{record}`.
 """
 
 
 def distributions_page() -> str | None:
-    """The whole page; None without a record."""
+    """Return the whole page, or None without a record."""
     found = read(RECORD)
     if found is None:
         return None
@@ -42,7 +42,7 @@ def distributions_page() -> str | None:
         steps=ranker["source"].split(",")[0], kurtosis=max(x["kurtosis"] for x in ranker["layers"] if x["kind"] == "weight"), absmax=first["absmax"], lost=lost["e4m3:tensor"], row=lost["e4m3:row"],
         machine=f"{at['date'][:10]}, {at['cpu']}, torch {at['torch']}", command=f"python benchmarks/{at['command']}", record=RECORD,
     )  # fmt: skip
-    return f"{TEXT}{table(head, rows)}\n\nWhat was trained, and what it reached:\n\n{trained}\n\n{compared}"
+    return f"{TEXT}{table(head, rows)}\n\nThe trained models and their quality:\n\n{trained}\n\n{compared}"
 
 
 def _row(model: dict[str, Any], kind: str) -> list[str]:

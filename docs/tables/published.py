@@ -1,4 +1,4 @@
-"""What the two papers claim, beside what was measured here: reproduced, refuted or not testable here, each with its record."""
+"""The claims of the two papers compared with our measurements: reproduced, refuted or not testable here, with records."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ REPRODUCED, REFUTED, PARTLY, OPEN, ELSEWHERE = (
 
 
 def published_table() -> str:
-    """One row per claim; what a record is missing for says so. A record named with a question mark adds to what the others say."""
+    """Return one row per claim; claims without a record are marked. A record with a question mark is optional."""
     rows = []
     for claim, stated, source, make in CLAIMS:
         names = source.split(", ") if source else []
@@ -50,7 +50,7 @@ def _naive_speed(training: dict[str, Any], trained: dict[str, Any]) -> tuple[str
     slower = max(wukong, dlrm, base / naive) < 1
     return (
         PARTLY if slower else REFUTED,
-        f"torchao tensorwise on every linear, whole step in a CUDA graph over compiled bf16: {base / naive:.2f}x on a plain Wukong, {wukong:.2f}x on the one that was trained, {dlrm:.2f}x on a DLRM: slower, but not by 1.3x",
+        f"torchao tensorwise on every linear, whole step in a CUDA graph over compiled bf16: {base / naive:.2f}x on a plain Wukong, {wukong:.2f}x on the one that was trained, {dlrm:.2f}x on a DLRM. Slower, but not by 1.3x",
     )
 
 
@@ -63,8 +63,8 @@ def _naive_loss(
     wide = "; ".join(f"{name} {_spell_change(row['label 0'])} ({row['seeds']} seeds)" for name, row in ((f, _trained(trained, f, "naive")) for f in ("wukong", "dlrm")))  # fmt: skip
     raw = [run["ways"]["naive tensorwise"]["change"] for run in hazard["runs"] if run["kind"] == "normed"]
     return PARTLY, (
-        f"on features that are standardised and binned it is not measurable: small Wukongs on three data sets {min(small):+.3%} to {max(small):+.3%}, a 2,048 wide {wide}. "
-        f"The demo's model {min(naive):+.2%} to {max(naive):+.2%} in {len(naive)} seeds, worse; a raw year, price and timestamp behind a norm {min(raw):+.2%} to {max(raw):+.2%} in {len(raw)} seeds"
+        f"on standardized and binned features it is not measurable: small Wukongs on three data sets {min(small):+.3%} to {max(small):+.3%}; larger models: {wide}. "
+        f"The demo's model is worse, {min(naive):+.2%} to {max(naive):+.2%} in {len(naive)} seeds; so is a model of a raw year, price and timestamp followed by a norm, {min(raw):+.2%} to {max(raw):+.2%} in {len(raw)} seeds"
     )
 
 
@@ -79,7 +79,7 @@ def _end_to_end(
     return (
         REPRODUCED if own["speedup"] >= 1.19 and base / ours >= 1.4 else PARTLY,
         f"a plain Wukong over compiled bf16: whole training step as `loka.tune` chose it {own['speedup']:.2f}x, trained to log loss {_spell_change(own['label 0'])} ({own['seeds']} seeds); inference with all chains "
-        f"{base / ours:.2f}x, both sides with max-autotune. `loka.tune` itself said {said['train']:.2f}x and {said['serve']:.2f}x of a larger one (the latter with a clock that was wrong then). Another Wukong, another baseline, one GPU",
+        f"{base / ours:.2f}x, both with max-autotune. For a larger Wukong `loka.tune` itself reported {said['train']:.2f}x and {said['serve']:.2f}x (the latter with a timing error that has been fixed since). Our Wukong and our baseline differ from theirs; one GPU",
     )
 
 
@@ -87,7 +87,7 @@ def _memory(trained: dict[str, Any]) -> tuple[str, str]:
     saved = {f: 1 - row["peak_gib"][0] / row["peak_gib"][1] for f in ("wukong", "dlrm") for row in [_trained(trained, f, "tuned")]}  # fmt: skip
     return (
         REPRODUCED if min(saved.values()) >= 0.2 else PARTLY,
-        "peak of a training step against bf16: " + ", ".join(f"{f} {-x:.0%}" for f, x in saved.items()),
+        "peak memory of a training step compared with bf16: " + ", ".join(f"{f} {-x:.0%}" for f, x in saved.items()),
     )
 
 
@@ -96,7 +96,7 @@ def _over_naive(ablation: dict[str, Any]) -> tuple[str, str]:
     shown = ", ".join(f"{name} {x['value']:+.3%} [{x['low']:+.3%}, {x['high']:+.3%}]" for name, x in cells.items())
     return (
         REFUTED,
-        f"log loss of a small Wukong against bf16, 16 seeds: {shown}: nothing to gain, since naive FP8 loses nothing there",
+        f"log loss of a small Wukong compared with bf16, 16 seeds: {shown}. There is nothing to gain, because naive FP8 loses nothing there",
     )
 
 
@@ -111,7 +111,7 @@ def _inference(*records: dict[str, Any]) -> tuple[str, str]:
             if both:
                 best.append(min(base for base, _ in both) / min(ours for _, ours in both))
                 shown.append(f"{model} {best[-1]:.2f}x{' with mods' if way == 'loka-mods' else ''}")
-    text = f"whole models over the fastest bf16 of the same compile modes, quality not judged in that run: {', '.join(shown)}"
+    text = f"whole models over the fastest bf16 of the same compile modes (quality was not measured in that run): {', '.join(shown)}"
     return PARTLY if max(best) >= 2 else REFUTED, f"{text}; {sum(x >= 2 for x in best)} of {len(best)} at 2x or more"
 
 
@@ -122,8 +122,8 @@ def _alone_mods(ablation: dict[str, Any], latency: dict[str, Any]) -> tuple[str,
     changes = {n: [c["against_bf16"]["change"]["value"] for c in ablation["cells"] if c["variant"] == n and c["precision"] == "naive" and c.get("against_bf16")] for n in ("none", *names)}  # fmt: skip
     losses = ", ".join(f"{name} {min(x):+.2%} to {max(x):+.2%}" for name, x in changes.items() if x)
     return REFUTED, (
-        f"a tower in bf16 over the same without mods: {shown}: BlockNorm saves most, since a norm over the row is a pass of its own and a bias is added in the GEMM's epilogue. "
-        f"Naive FP8 against bf16 of the same architecture, three data sets: {losses}: there is nothing to stabilise"
+        f"speed-up of a tower in bf16 by mods: {shown}. BlockNorm saves most, because a norm over the whole row needs a separate pass, while a bias is added in the GEMM's epilogue. "
+        f"Naive FP8 compared with bf16 of the same architecture, three data sets: {losses}. There is nothing to stabilize"
     )
 
 
@@ -132,7 +132,7 @@ def _overlap(quality: dict[str, Any]) -> tuple[str, str]:
     shown = ", ".join(f"{arm} {min(x):.1%} to {max(x):.1%}" for arm, x in seen.items())
     return (
         REFUTED,
-        f"of the first 50 beams with bf16's, {len(quality['rows'])} trained models: {shown}: more than published",
+        f"share of the first 50 beams that equal those of bf16, {len(quality['rows'])} trained models: {shown}. More than published",
     )
 
 
@@ -142,7 +142,7 @@ def _sensitive(quality: dict[str, Any]) -> tuple[str, str]:
     largest = max(site["percent"] for site in first)
     return (
         REFUTED,
-        f"gate_up is the most sensitive site in {gates} of {len(first)} trained models, and no site alone moves the likelihood by more than {largest:.2f} %: too little to rank them",
+        f"gate_up is the most sensitive site in {gates} of {len(first)} trained models. No site alone changes the likelihood by more than {largest:.2f} %, which is too little to rank them",
     )
 
 
@@ -150,7 +150,7 @@ def _overhead(probe: dict[str, Any]) -> tuple[str, str]:
     seen = probe["measure_rounds"]
     return (
         REPRODUCED if seen["overhead_percent"] <= 1 else REFUTED,
-        f"{seen['overhead_percent']:.2f} % of a compiled Wukong step, gradients included, one look in 100 steps",
+        f"{seen['overhead_percent']:.2f} % of a compiled Wukong step, including gradients, with one sampled step in 100",
     )
 
 
@@ -159,8 +159,8 @@ def _broken(planted: dict[str, Any]) -> tuple[str, str]:
     ratios = [k["learned_error"] / law for k in planted["kernels"] if k["kernel"] != "none" and k["learned_error"]]
     passing = [k for k in planted["kernels"] if k["kernel"] != "none" and k["passes_normal_256"]]
     return REPRODUCED, (
-        f"{len(passing)} of {len(planted['kernels']) - 1} broken kernels pass the usual test on random inputs; under learned distributions the largest ratio to the right kernel is "
-        f"{max(ratios):,.0f}x, the median {sorted(ratios)[len(ratios) // 2]:.1f}x; conformance finds all"
+        f"{len(passing)} of {len(planted['kernels']) - 1} broken kernels pass the usual test on random inputs; under learned distributions the largest ratio of the error to that of the correct kernel is "
+        f"{max(ratios):,.0f}x, the median {sorted(ratios)[len(ratios) // 2]:.1f}x; conformance finds all of them"
     )
 
 
@@ -177,7 +177,7 @@ def _mods(ablation: dict[str, Any], latency: dict[str, Any]) -> tuple[str, str]:
     }
     return (
         PARTLY,
-        f"latency of a fused tower {min(fused):.2f}x to {max(fused):.2f}x; the loss against the unmodified model at 0.1 %: {', '.join(f'{d} {o}' for d, o in outcome.items())}",
+        f"latency of a fused tower {min(fused):.2f}x to {max(fused):.2f}x; the loss compared with the unmodified model at a margin of 0.1 %: {', '.join(f'{d} {o}' for d, o in outcome.items())}",
     )
 
 
@@ -189,7 +189,7 @@ def _shapes(found: dict[str, Any]) -> tuple[str, str]:
     agrees = best["mean_quantisation_share"] > 0.3 and abs(best["mean_speedup"] - 1.6) < 0.16
     return REPRODUCED if agrees else PARTLY, (
         f"the fastest library and recipe of each of 27 shapes between the published ends (the list is not published): {best['mean_speedup']:.2f}x on average ({best['slowest']:.2f}x to {best['fastest']:.2f}x), "
-        f"{'' if sheet is None else f'{sheet:.0%} of the data sheet peak, '}quantisation {best['mean_quantisation_share']:.0%} of the time"
+        f"{'' if sheet is None else f'{sheet:.0%} of the data sheet peak, '}quantization {best['mean_quantisation_share']:.0%} of the time"
     )
 
 
@@ -209,14 +209,17 @@ def _policies(found: dict[str, Any]) -> tuple[str, str]:
 def _hurts(hazard: dict[str, Any], found: dict[str, Any] | None) -> tuple[str, str]:
     folded = [run["ways"] for run in hazard["runs"] if run["kind"] == "folded"]
     naive, planned = ([ways[name]["change"] for ways in folded] for name in ("naive tensorwise", "planned"))
-    text = f"a raw year, price and timestamp: log loss {min(naive):+,.0%} to {max(naive):+,.0%} with naive FP8, {max(planned, key=abs):+.3%} with a plan, which keeps that linear by name ({len(folded)} seeds)"
+    text = f"a raw year, price and timestamp: log loss {min(naive):+,.0%} to {max(naive):+,.0%} with naive FP8, {max(planned, key=abs):+.3%} with a plan, which keeps that linear in high precision ({len(folded)} seeds)"
     rows = [row for row in found["summary"] if "change" in row] if found else []
     if not rows:
         return PARTLY, f"{text}; biases over 20,000 steps: not measured yet"
     hurt = [row for row in rows if row["arm"] == "naive" and row["low"] > 0]
     if not hurt:
         worst = max(row["detectable"] for row in rows)
-        return PARTLY, f"{text}. In training no change of the loss was found; {worst:.1%} would have been"
+        return (
+            PARTLY,
+            f"{text}. In training no change of the loss was found; one of {worst:.1%} would have been detected",
+        )
     parts = []
     for row in hurt:
         same = {key: row[key] for key in ("data", "label", "half")}
@@ -234,7 +237,7 @@ def _interval(row: dict[str, Any]) -> str:
 def _dispatch(dispatch: dict[str, Any]) -> tuple[str, str]:
     seen = dispatch["summary"]["default, all"]
     return PARTLY, (
-        f"GEMM by GEMM, quantisation included, the choice from measured rows is {seen['mean_speedup']:.2f}x over bf16 on {seen['gemms']} GEMMs of the built-in models, and {seen['of_oracle']:.1%} of "
+        f"for each GEMM including quantization, the choice from measured rows is {seen['mean_speedup']:.2f}x over bf16 on {seen['gemms']} GEMMs of the built-in models, and {seen['of_oracle']:.1%} of "
         "the best possible choice"
     )
 
@@ -289,12 +292,12 @@ def _distributions(found: dict[str, Any]) -> tuple[str, str]:
 CLAIMS: tuple[tuple[str, str, str, Callable[..., tuple[str, str]]], ...] = (
     ("Naive FP8 makes Wukong slower", "1.3x slower, 64 H100", "h200/zoo_training.json, h200/trained.json", _naive_speed),
     ("Naive FP8 costs quality", "2.5 % of the log loss", "h200/ablation.json, cpu/demo.json, h200/trained.json, cpu/hazard.json", _naive_loss),
-    ("Naive FP8 on features as delivered", "biases diverge, outliers grow", "cpu/hazard.json, h200/hurts_usual.json?", _hurts),
-    ("27 production shapes: FP8 with quantisation over bf16, share of quantisation", "1.6x on average, under 20 % of peak, over 30 %", "h200/shapes.json", _shapes),
+    ("Naive FP8 on raw features", "biases diverge, outliers grow", "cpu/hazard.json, h200/hurts_usual.json?", _hurts),
+    ("27 production shapes: FP8 with quantization over bf16, share of quantization", "1.6x on average, under 20 % of peak, over 30 %", "h200/shapes.json", _shapes),
     ("Probe costs little", "at most 1 % of a step", "h200/probe_overhead.json", _overhead),
     ("Learned distributions show more error than N(0, 1)", "up to 15 % higher MERE", "cpu/probe-wukong-ml-1m.json, cpu/probe-hstu-ml-1m.json, cpu/probe-dlrm-ml-1m.json",
-     lambda *_: (REFUTED, "lower, by 7 to 16 % on the Gaussians of Wukong and HSTU and by more than half on real rows ([probe reports](probe-reports.md)); our models are small and young")),
-    ("A broken kernel is told apart only by learned distributions", "47x against none", "cpu/planted.json", _broken),
+     lambda *_: (REFUTED, "lower, by 7 to 16 % on the Gaussians of Wukong and HSTU and by more than half on real rows ([probe reports](probe-reports.md)); our models are small and barely trained")),
+    ("Only learned distributions reveal a broken kernel", "47x against none", "cpu/planted.json", _broken),
     ("NoBias, BlockNorm, hard swish: latency and loss", "over 2x, loss-neutral together", "h200/ablation.json, h200/ablation_latency.json", _mods),
     ("Each of these mods alone", "NoBias saves most; none makes FP8 stable alone", "h200/ablation.json, h200/ablation_latency.json", _alone_mods),
     ("Dispatch over one library everywhere", "1.12x mixed; 0.85x to 1.08x alone", "h200/dispatch/dispatch.json", _dispatch),
@@ -303,9 +306,9 @@ CLAIMS: tuple[tuple[str, str, str, Callable[..., tuple[str, str]]], ...] = (
     ("Memory of training", "-20 %", "h200/trained.json", _memory),
     ("Accuracy over naive FP8 on MovieLens", "+15 %", "h200/ablation.json", _over_naive),
     ("FP8 inference at less than 1 % of ranking quality", "2x to 3x faster", "h200/zoo_wukong_infer.json, h200/zoo_tower_cross.json, h200/zoo_inference.json", _inference),
-    ("Training time against FP32", "-30 %, accuracy within 1 %", "", lambda: (OPEN, "our baseline is bf16 throughout, which is the harder one")),
+    ("Training time compared with FP32", "-30 %, accuracy within 1 %", "", lambda: (OPEN, "our baseline is always bf16, which is harder to beat")),
     ("In production", "5 to 20 % training, 10 to 17 % serving", "", lambda: (ELSEWHERE, "needs the production models and 64 GPUs")),
-    ("What models are trained and served in", "95 % train in TF32, 99 % serve in FP16", "", lambda: (ELSEWHERE, "a statement about one company's models")),
+    ("Precisions of production models", "95 % train in TF32, 99 % serve in FP16", "", lambda: (ELSEWHERE, "a statement about one company's models")),
     ("OneRec-V2 in FP8: latency and throughput of the whole stack", "-49 %, +92 %", "h200/onerec_engine.json", _engine),
     ("FP8 alone", "+42 % throughput", "h200/onerec_engine.json", _alone),
     ("Recommendations unchanged", "core metrics of an online A/B unchanged", "h200/onerec_quality.json, h200/onerec_wide.json?", _quality),

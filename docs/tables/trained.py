@@ -40,7 +40,15 @@ def trained_headline() -> str | None:
         here, there = row["peak_gib"]
         changes = [_spell_change(row[label]) for label in ("label 0", "label 1") if label in row]
         shown.append([FAMILIES[row["cell"].split("/")[0]], ARMS[row["arm"]], f"**{row['speedup']:.2f}x**", f"{here / there:.2f}x", *changes, str(row["seeds"])])  # fmt: skip
-    head = ["model", "FP8 by", "speed-up", "peak memory", "change of log loss, 95 %: label income", "label never married", "seeds"]
+    head = [
+        "model",
+        "FP8 by",
+        "speed-up",
+        "peak memory",
+        "change of log loss, 95 %: label income",
+        "label never married",
+        "seeds",
+    ]
     return f"{table(head, shown)}\n\n{_say_layout(found)} {_say_worse(rows)}".rstrip()
 
 

@@ -1,4 +1,4 @@
-"""Models that nobody rewrote: their speed way by way, and what one call of `loka.tune` made of them."""
+"""Unmodified PyTorch models: their speed in every configuration, and the results of one call of `loka.tune`."""
 
 from typing import Any
 
