@@ -111,3 +111,59 @@ def test_a_value_in_front_of_the_last_activation_cannot_be_read() -> None:
     assert seen.isnan().all()
     model.peek = False
     assert torch.equal(model(x), expected)
+
+
+class Cut(nn.Module):
+    """Runs the first part of a chain in a block of its own: a checkpoint, or without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out, self.how = nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 1), ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "reentrant":
+            h: Any = checkpoint(lambda x: F.relu(self.a(x)), x, use_reentrant=True)
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                h = F.relu(self.a(x))
+        else:
+            h = F.relu(self.a(x))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.how != "last"):
+            h = self.b(h)
+        return self.out(torch.tanh(h))
+
+
+@pytest.mark.parametrize("how", ["reentrant", "no_grad", "last"])
+def test_gradients_are_not_lost_where_only_a_part_of_a_chain_has_none(how: str) -> None:
+    model, x = Cut(), torch.randn(32, W, requires_grad=True)
+    loka.convert(model, plan_everything(model, x.detach()))
+    expected = model(x)
+    model.how = how
+    with pytest.raises(AnotherPathError, match="contains only a part of the chain"):
+        model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    model.how = ""
+    assert torch.equal(model(x), expected)
+    model.requires_grad_(False)  # nothing to lose
+    model.how = how
+    assert torch.equal(model(x.detach()), expected)
+
+
+def test_a_last_activation_in_place_leaves_an_ordinary_tensor() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.b(F.relu(self.a(x)))
+            F.relu_(h)
+            return h
+
+    model, x = InPlace(), torch.randn(32, W)
+    loka.convert(model, plan_everything(model, x))
+    found = model(x)
+    assert type(found) is Tensor
+    assert len(loka.lowp.chain.chain_of(model.b).links) == 2
+    assert found.requires_grad

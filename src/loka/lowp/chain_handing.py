@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.formats import QTensor
 from loka.lowp.chain_function import Link
 from loka.lowp.chain_parts import Part
 from loka.lowp.passing import is_in_place, spell_call
@@ -67,15 +68,17 @@ class StandIn(Tensor):
         made.__dict__.update(loka_chain=chain, loka_device=result.device)
         return made
 
+    def become_result(self) -> None:
+        """Turn a stand-in that holds the result into an ordinary tensor, in place."""
+        del self.__dict__["loka_chain"], self.__dict__["loka_device"]
+        self.__class__ = Tensor  # type: ignore[assignment]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer metadata queries, skip calls that the chain has computed or that change nothing, else raise."""
         kwargs = kwargs or {}
         found = next(_stand_ins((args, kwargs)))
-        chain: HandsOn | None = found.__dict__["loka_chain"]
-        if chain is None:  # an activation in place has made it the result
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        chain: HandsOn = found.__dict__["loka_chain"]
         mine = args[0] if args and isinstance(args[0], StandIn) else None
         name = getattr(getattr(func, "__self__", func), "__name__", "")  # of a property's getter it is the property's
         if mine is not None and name == "device":
@@ -121,10 +124,12 @@ class HandsOn:
     name: str
     parts: tuple[Part, ...]
     links: tuple[Link, ...]
+    frozen: list[QTensor] | None  # the quantized weights of a serving model, which have no gradients
     pending: Tensor | None  # what is passed on, from the head's call to the last one expected
     _result: Tensor | None  # of the whole chain, until it is returned
     _at: int  # the link whose linear was called last
     _met: int  # how many modules and functions were called since
+    _grad: bool  # whether gradients were enabled when the head ran
     _recomputing: bool = False  # whether the last call came from a checkpoint's backward, which stops where it likes
     around_all: list[nn.Module]  # callers that contain the whole chain
     _dropping: tuple[float, ...]  # p of each link's dropout in this call
@@ -142,6 +147,7 @@ class HandsOn:
             self._refuse_rest("in the call before this one")
         self._recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         self._at = self._met = 0
+        self._grad = torch.is_grad_enabled()
         self._dropping = tuple(part.find_p() for part in self.parts)
         if len(self.parts) == 1 and not self._stops():
             return result
@@ -186,6 +192,7 @@ class HandsOn:
             )
         if linear:
             self._at, self._met = self._at + 1, 0
+            self._check_gradients(self.links[self._at].linear)
             return self._pass_linear()
         self._met += 1
         return self._hand_on(in_place)
@@ -220,15 +227,36 @@ class HandsOn:
         handed, result = self.pending, self._result
         assert handed is not None
         assert result is not None
-        if self._at < len(self.parts) - 1 or self._met < self._stops():
+        last = self._at == len(self.parts) - 1
+        # the last call decides itself whether its result has a history, but for one that writes to its input
+        if not last or (in_place and self._grad):
+            self._check_gradients(f"what follows {self.links[self._at].linear}")
+        if not last or self._met < self._stops():
             return handed
         self.forget()
         if isinstance(handed, StandIn):
-            if in_place:  # a forward may go on with what it gave to the activation
-                handed.__dict__["loka_chain"] = None
+            if in_place:  # a forward may go on with what it gave to the activation: it is the result from now on
+                handed.become_result()
+                return handed
             with torch._C.DisableTorchFunctionSubclass():
                 return handed.as_subclass(Tensor)  # not `result`: the history may have been attached to the stand-in
         return handed.copy_(result) if in_place else result
+
+    def _check_gradients(self, called: str) -> None:
+        """Raise if gradients were enabled or disabled since the head ran, and some would be lost or added by that."""
+        if torch.is_grad_enabled() == self._grad:
+            return
+        assert self._result is not None
+        trains = self.frozen is None and any(p.requires_grad for part in self.parts for p in part.linear.parameters())
+        if self._result.requires_grad if self._grad else trains:
+            self.forget()
+            now, before = ("disabled", "enabled") if self._grad else ("enabled", "disabled")
+            raise AnotherPathError(
+                f"gradients are {now} for {called}, but were {before} for the head of the chain {self.name}, which has "
+                "computed it: torch.no_grad or a reentrant checkpoint contains only a part of the chain; hint: let it "
+                "contain all of the chain or nothing of it, or use loka.tune, which takes such a chain apart",
+                self.name,
+            )
 
     def leave(self, caller: nn.Module) -> None:
         """Handle the end of a caller's forward. Raise if it left out calls that only it could have made."""
