@@ -1,4 +1,4 @@
-"""Convert your own model: one recipe, three lines, the same checkpoint before and after.
+"""Convert your own model with one recipe, and revert it. The checkpoint format does not change.
 
 python examples/convert_your_own_model.py
 """
@@ -14,13 +14,13 @@ x = torch.randn(128, 64)
 names = list(model.state_dict())
 before = model(x).detach()
 
-# The last linear makes the prediction: cheap, and the place where a rounding is a rounding of the result.
+# The last linear makes the prediction. It is cheap, and its rounding errors go directly into the result.
 print(loka.convert(model, recipe="rowwise", module_filter_fn=lambda module, name: name != "4", example=x))
 
 after = model(x)
 print(f"relative change of the output: {float((after.detach() - before).norm() / before.norm()):.4f}")
-assert list(model.state_dict()) == names  # nothing was renamed: old checkpoints load, new ones load elsewhere
+assert list(model.state_dict()) == names  # nothing was renamed: checkpoints load in both directions
 
-after.square().mean().backward()  # gradients flow: input and weight gradients run in FP8 too
+after.square().mean().backward()  # input and weight gradients run in FP8 too
 loka.revert(model)
-assert torch.equal(model(x), before)  # bit for bit what it was
+assert torch.equal(model(x), before)  # bit-identical to the original

@@ -1,4 +1,4 @@
-"""For torchao users: the same recipe names, the same filter, and what you get on top.
+"""For torchao users: the same recipe names and the same filter, plus measurements.
 
 torchao                                                              loka
 convert_to_float8_training(m, config=from_recipe_name("rowwise"),    convert(m, recipe="rowwise",
@@ -26,7 +26,7 @@ def keep_the_head(module: nn.Module, fqn: str) -> bool:  # torchao's signature, 
 
 print(loka.convert(build(), recipe="rowwise", module_filter_fn=keep_the_head))
 
-# On top: which of your linears are accurate enough, by your own data. The answer goes back to torchao.
+# In addition: find out which of your linears are accurate enough on your data, and export the result to torchao.
 model = build()
 probe = loka.Probe(model, keep_the_head, every=1)
 model(torch.randn(256, 64)).square().mean().backward()

@@ -1,4 +1,6 @@
-"""Another field: a surrogate of the Black-Scholes price. Every product is within its limit, and the price is still worse: measure the end metric.
+"""A model from another field: a surrogate of the Black-Scholes price.
+
+Every product is within its error limit, and still the price gets worse: measure the end metric.
 
 python examples/option_pricing.py
 """

@@ -1,4 +1,4 @@
-"""Probe inside your own loop: two lines in the loop, then evidence, a plan, and a page.
+"""Probe inside your own training loop, then make a report, a plan and a conversion.
 
 python examples/probe_inside_your_own_loop.py report.html
 """
@@ -13,7 +13,7 @@ import loka
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-probe = loka.Probe(model, every=10)  # every site is looked at on one step in ten; the others cost one `if` each
+probe = loka.Probe(model, every=10)  # samples one step in ten; on other steps a site costs one `if`
 
 for _ in range(60):
     x = torch.randn(256, 32)
@@ -23,9 +23,9 @@ for _ in range(60):
     optimizer.step()
     probe.step()
 
-report = probe.evaluate(samples=5)  # 100 by default: narrower intervals
+report = probe.evaluate(samples=5)  # the default of 100 gives narrower intervals
 print(report)
-plan = report.plan(min_speedup=None)  # accuracy only; with a measured speed-up: min_speedup=1.05
+plan = report.plan(min_speedup=None)  # accuracy only; min_speedup=1.05 requires a measured speed-up
 print(loka.convert(model, plan))
 print(plan.explain("0"))
 if sys.argv[1:]:

@@ -1,8 +1,8 @@
-"""Tune a TorchRec model inside `TrainPipelineBase`: dense linears in FP8, tables as they are.
+"""Tune a TorchRec model inside `TrainPipelineBase`: dense linears in FP8, tables unchanged.
 
-    python examples/torchrec_pipeline.py        on the GPU where there is one; pip install 'loka[torchrec]'
+    python examples/torchrec_pipeline.py        uses a GPU if there is one; pip install 'loka[torchrec]'
 
-The pipeline owns forward, backward and the optimizer's step, so tune is called between two of its `progress` calls, on the model that it wraps.
+The pipeline runs forward, backward and the optimizer step, so tune is called between two calls of `progress`, on the wrapped model.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ torch.manual_seed(0)
 
 
 class Batch(Pipelineable):
-    """What the pipeline moves from queue to device."""
+    """A batch that the pipeline can move to the device."""
 
     def __init__(self, dense: torch.Tensor, sparse: KeyedJaggedTensor, labels: torch.Tensor) -> None:
         self.dense, self.sparse, self.labels = dense, sparse, labels
@@ -72,7 +72,7 @@ batches = stream(60)
 for _ in range(60):
     tuning.begin_step(model)
     try:
-        pipeline.progress(batches)  # forward, backward, step; copies the next batch meanwhile
+        pipeline.progress(batches)  # forward, backward, step; copies the next batch at the same time
     except StopIteration:
         break
     tuned = tuning.end_step(model)

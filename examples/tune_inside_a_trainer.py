@@ -1,7 +1,7 @@
-"""Tune in the middle of a training, under gradient accumulation and torch.compile.
+"""Tune in the middle of a training run, with gradient accumulation and torch.compile.
 
 python examples/tune_inside_a_trainer.py
-Elsewhere: transformers.Trainer(callbacks=[loka.integrations.hf_callback(tuning)]), lightning.Trainer(callbacks=[loka.integrations.lightning_callback(tuning)])
+In other loops: transformers.Trainer(callbacks=[loka.integrations.hf_callback(tuning)]), lightning.Trainer(callbacks=[loka.integrations.lightning_callback(tuning)])
 """
 
 import tempfile
@@ -32,8 +32,8 @@ tuning = TuneDuringTraining([make() for _ in range(8)], after=40, step=step, out
 for _ in range(60):
     tuning.begin_step(compiled)
     optimizer.zero_grad()
-    for _ in range(2):  # accumulated: one optimizer step
+    for _ in range(2):  # gradient accumulation: one optimizer step
         (step(compiled, make()).mean() / 2).backward()
     optimizer.step()
-    print(tuning.end_step(compiled) or ".", end="")  # once: compiled code compiles once more
+    print(tuning.end_step(compiled) or ".", end="")  # tunes once; compiled code is then recompiled once
 print(f"\n{loka.revert(model)} linears ran in FP8")

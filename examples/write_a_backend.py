@@ -1,6 +1,6 @@
-"""Write a backend: a GEMM of your own, checked against the law, then judged by Probe beside the built-in one.
+"""Write a backend: your own GEMM, checked against the reference, then evaluated by Probe next to the built-in one.
 
-A backend is anything with two functions; in the package it is one file and one row of the registry.
+A backend is anything with the two functions below. Inside the package it is one file and one row of the registry.
 
     python examples/write_a_backend.py
 """
@@ -16,7 +16,7 @@ from loka.probe.engine import Engine
 
 
 class Mine:
-    """Dequantises, multiplies in float32. Slow and right."""
+    """Dequantize and multiply in float32: slow and correct."""
 
     def supports(self, call, device):
         return YES  # or loka.kernels.backend.no("why not")
@@ -36,5 +36,5 @@ probe = loka.Probe(model, every=1)
 model(torch.randn(256, 64)).square().sum().backward()
 probe.step()
 for candidate in probe.evaluate(["rowwise"], samples=3, backends=["reference", *engines]).record.sites[0].candidates:
-    if candidate.refusal or candidate.relative_l2:  # recipes of chains have a score alone
+    if candidate.refusal or candidate.relative_l2:  # recipes of chains have only a score
         print(candidate.gemm, candidate.backend, candidate.refusal or f"{candidate.relative_l2.value:.4f} relative L2")

@@ -1,4 +1,4 @@
-"""A TorchRec script of your own with encoded embeddings and one plan for all ranks: the lines marked `loka`.
+"""A TorchRec script with encoded embeddings and one plan for all ranks. The lines marked `loka` were added.
 
 torchrun --nproc-per-node 2 examples/your_own_torchrec_script.py
 """
