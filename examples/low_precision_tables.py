@@ -36,5 +36,5 @@ for step in range(150):
         optimizer.zero_grad()
     if step % 50 == 49:
         print(f"step {step + 1:3}  loss {loss.item():.4f}")
-print(f"{model.items.rows.bytes / (2000 * 64 * 4):.3f} of the bytes of float32")
+print(f"{model.items.rows.bytes / (2000 * 64 * 4):.3f} of float32's bytes")
 Ranker().load_state_dict(model.state_dict())  # it is a plain checkpoint

@@ -1,6 +1,4 @@
-"""A model from another field: a surrogate of the Black-Scholes price.
-
-Every product is within its error limit, and still the price gets worse: measure the end metric.
+"""Another field, a surrogate of the Black-Scholes price: products within their error limits, and still a worse price.
 
 python examples/option_pricing.py
 """
