@@ -1,5 +1,6 @@
 """`loka tune` in a log: what it is doing goes to stderr line by line, what it found to stdout."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_a_log_is_told_what_it_is_doing(tmp_path: Path) -> None:
     told = [line.split(" s  ", 1)[-1] for line in done.stderr.splitlines()]
     assert told[:2] == ["train first", "look"]
     assert done.stdout.startswith("Sequential: ")
+    assert json.loads((tmp_path / "out" / "tuning.json").read_text())["metric_name"] == "loss"
 
 
 def test_a_cut_name_shows_that_it_is_cut() -> None:

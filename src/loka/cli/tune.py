@@ -100,7 +100,7 @@ def tune(
         subject.model,
         held,
         step=lambda network, batch: subject.job.lose(network, batch),
-        metric=lambda network, batch: next(iter(subject.job.metrics.values()))(network, batch).reshape(-1),
+        metric=_measure_first(subject),
         train=train,
         margin=margin,
         architecture=architecture,
@@ -122,6 +122,17 @@ def tune(
     typer.echo(f"written: {', '.join(str(path) for path in made if path.exists())}", err=True)
     if tuned.conversion is None:
         raise typer.Exit(1)
+
+
+def _measure_first(subject: Any) -> Any:
+    """Return the job's first metric as a function with the metric's name, which `tune` prints."""
+    name, values = next(iter(subject.job.metrics.items()))
+
+    def measure(network: Any, batch: Any) -> Any:
+        return values(network, batch).reshape(-1)
+
+    measure.__name__ = name
+    return measure
 
 
 def _write_ranker(tuned: Any, subject: Any, folder: Path, options: dict[str, Any]) -> None:
