@@ -7,6 +7,7 @@ protocol class of uvicorn is extended: httptools if installed, otherwise h11.
 """
 
 import asyncio
+import errno
 import logging
 import socket
 from typing import Any
@@ -152,7 +153,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(found[4])
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        hint = "; hint: another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
     sock.setblocking(False)
     return sock
 

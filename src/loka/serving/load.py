@@ -256,7 +256,9 @@ async def look(url: str, token: str | None = None) -> dict[str, Any]:
         code, body = await client.ask("GET", "/v2")
         out["status"], out["server"] = code, json.loads(body)
     except (OSError, asyncio.IncompleteReadError) as error:
-        raise ValueError(f"{url}: no answer: {error}") from error
+        raise ValueError(
+            f"{url}: no answer: {error}; hint: is a server running there? loka serve prints its address"
+        ) from error
     finally:
         client.close()
     return out
@@ -268,7 +270,9 @@ async def describe(url: str, name: str, token: str | None = None) -> dict[str, A
     try:
         code, body = await client.ask("GET", f"/v2/models/{name}")
     except (OSError, asyncio.IncompleteReadError) as error:
-        raise ValueError(f"{url}: no answer: {error}") from error
+        raise ValueError(
+            f"{url}: no answer: {error}; hint: is a server running there? loka serve prints its address"
+        ) from error
     finally:
         client.close()
     found = json.loads(body)

@@ -72,7 +72,7 @@ class RankingModel:
             raise ValueError("CUDA graphs need a GPU and a ranker without sequence columns")
         self.graphs = able if graphs is None else graphs
         if compiled and self.schema.sequences:
-            raise ValueError(f"compiled: the columns {', '.join(s.name for s in self.schema.sequences)} are sequences, whose sizes vary within a bucket; hint: serve it without compiling")  # fmt: skip
+            raise ValueError(f"cannot compile a ranker with sequence columns ({', '.join(s.name for s in self.schema.sequences)}): their sizes vary within a bucket of rows; hint: serve it without --compile (compiled=False)")  # fmt: skip
         self.compiled = compiled
         self._call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.captures = 0
