@@ -59,6 +59,8 @@ def generate(
         return
     for one in found:
         typer.echo(describe(one))
+    marked = "; * marks what the user took next" if items is None else ""
+    typer.echo(f"score: log-likelihood of the item{marked}", err=True)
 
 
 def open_or_train(
@@ -141,7 +143,9 @@ def describe(one: dict[str, Any]) -> str:
     """Format the recommendations of one user as text."""
     who = "your history" if one["user"] < 0 else f"user {one['user']}"
     unknown = f", {one['unknown']} unknown" if one["unknown"] else ""
-    lines = [f"{who}: {one['history']} items{unknown}, last {'; '.join(x['title'] for x in one['last']) or '(none)'}"]
+    lines = [
+        f"{who}: {one['history']} item{'s' * (one['history'] != 1)}{unknown}, last {'; '.join(x['title'] for x in one['last']) or '(none)'}"
+    ]
     for place, row in enumerate(one["recommended"], 1):
         lines.append(f"  {place:3}. {row['score']:8.3f}  {'*' if row['taken'] else ' '} {row['title']}")
     return "\n".join(lines)
