@@ -72,7 +72,7 @@ def test_the_mod_that_concerns_the_most_work_comes_first():
         example=torch.randn(2, 4),
     )
     assert [(s.mod, s.sites) for s in found] == [("block_norm", ("b",)), ("no_bias", ("a",))]
-    assert str(found[0]) == "block_norm: outliers in the input: a norm in fixed blocks bounds it (1 sites: b)"
+    assert str(found[0]) == "block_norm: outliers in the input: a norm in fixed blocks bounds it (1 site: b)"
 
 
 class Raw(nn.Module):

@@ -106,11 +106,11 @@ class Work:
     def __post_init__(self) -> None:
         problems = []
         if min(self.forward, self.backward, self.update, self.dense, self.embeddings) < 0 or self.accumulate < 1:
-            problems.append("times and counts are not negative, and accumulate is at least 1")
+            problems.append("times and counts must not be negative, and accumulate must be at least 1")
         if self.strategy not in ("ddp", "fsdp"):
-            problems.append(f"strategy is ddp or fsdp, got {self.strategy!r}")
+            problems.append("strategy must be ddp or fsdp")
         if problems:
-            raise ValueError(f"not a valid Work: {'; '.join(problems)}; got {self}")
+            raise ValueError(f"{'; '.join(problems)}; got {self}")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Suggestion:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.mod}: {self.why} ({len(self.sites)} sites: {', '.join(self.sites[:4])}{', ...' if len(self.sites) > 4 else ''})"
+        return f"{self.mod}: {self.why} ({len(self.sites)} site{'s' * (len(self.sites) != 1)}: {', '.join(self.sites[:4])}{', ...' if len(self.sites) > 4 else ''})"
 
 
 def suggest(
@@ -155,7 +155,7 @@ def _read_outputs(site: Site) -> dict[str, str]:
 def _read_shape(site: Site) -> dict[str, str]:
     if site.n <= FEW_OUTPUTS or (site.k % ALIGNMENT == 0 and site.n % ALIGNMENT == 0):
         return {}
-    return {"align_shapes": f"K or N is no multiple of {ALIGNMENT}, which FP8 kernels need"}
+    return {"align_shapes": f"K or N is not a multiple of {ALIGNMENT}, which FP8 kernels need"}
 
 
 def _read_speed(site: Site) -> dict[str, str]:
