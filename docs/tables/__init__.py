@@ -1,4 +1,4 @@
-"""The tables of the documentation: committed results in, Markdown out. One file per subject; `docs/generate.py` says which page gets what."""
+"""The tables of the documentation, made from committed results. One file per subject; `docs/generate.py` assigns tables to pages."""
 
 __all__ = ["ablation", "generative", "kernels", "models", "results"]
 
@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.append(
     str(Path(__file__).resolve().parents[2] / "benchmarks")
-)  # records of benchmarks are described beside them
+)  # the record types of benchmarks are defined there

@@ -1,4 +1,4 @@
-"""Kernels and single layers: what one call costs beside bf16, how well kernels are chosen, what a probe adds to a step."""
+"""Kernels and single layers compared with bf16, the choice of kernels, and the cost of a probe."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tables.results import read, table
 
 
 def fused_table() -> str | None:
-    """One fused layer against compiled bf16."""
+    """Return one fused layer compared with compiled bf16."""
     found, training = read("h200/fused_linear.json"), read("h200/fused_linear_training.json")
     if found is None:
         return None
@@ -37,7 +37,7 @@ def fused_table() -> str | None:
 
 
 def bench_table(name: str) -> str | None:
-    """Every call of a kernel benchmark: the best backend beside bf16 and the roofline; refusals are counted."""
+    """Return every call of a kernel benchmark: the best backend, bf16, the roofline, and the number of refusals."""
     found = read(name)
     if found is None:
         return None
@@ -67,7 +67,7 @@ def bench_table(name: str) -> str | None:
 
 
 def size_table() -> str | None:
-    """One linear's GEMM, its own quantisation included: from which size FP8 pays."""
+    """Return the speed of one linear's GEMM including quantization, by size."""
     found = read("h200/dispatch/rows.json")
     if found is None:
         return None
@@ -92,7 +92,7 @@ def size_table() -> str | None:
 
 
 def dispatch_table() -> str | None:
-    """How near a choice from the database comes to the fastest kernel there is."""
+    """Return how close a choice from the database is to the fastest kernel."""
     found = read("h200/dispatch/dispatch.json")
     if found is None:
         return None
@@ -107,11 +107,11 @@ def dispatch_table() -> str | None:
         ]
         for name, s in found["summary"].items()
     ]
-    return table(["policy, GEMMs", "GEMMs", "of the fastest, mean", "worst", "in FP8", "speed-up, mean"], rows)
+    return table(["policy, GEMMs", "GEMMs", "share of the fastest, mean", "worst", "in FP8", "speed-up, mean"], rows)
 
 
 def probe_table() -> str | None:
-    """What a probe costs a training step."""
+    """Return the cost of a probe in a training step."""
     found = read("h200/probe_overhead.json")
     if found is None:
         return None
@@ -119,7 +119,7 @@ def probe_table() -> str | None:
     low, high = rounds["overhead_percent_95"]
     rows = [
         ["step without a probe", f"{rounds['bare_step_ms']:.2f} ms"],
-        ["step with a probe, amortised", f"{rounds['probed_step_ms']:.2f} ms"],
+        ["step with a probe, amortized", f"{rounds['probed_step_ms']:.2f} ms"],
         ["overhead, median of paired rounds", f"{rounds['overhead_percent']:.2f} % [{low:.2f}, {high:.2f}]"],
         ["memory of the widest site", f"{memory['widest_site_mib']:.0f} MiB"],
         ["memory of all sites", f"{memory['planned_total_mib']:.0f} MiB"],
@@ -128,7 +128,7 @@ def probe_table() -> str | None:
 
 
 def masked_table() -> str | None:
-    """Masked attention beside torch's, forward and backward."""
+    """Return masked attention compared with torch's, forward and backward."""
     found = read("h200/masked_attention.json")
     if found is None:
         return None
@@ -145,7 +145,7 @@ def masked_table() -> str | None:
 
 
 def package_table() -> str | None:
-    """Exported packages beside the converted models they came from."""
+    """Return exported packages compared with the converted models they came from."""
     found = read("h200/export_zoo.json")
     if found is None:
         return None

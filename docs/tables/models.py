@@ -1,4 +1,4 @@
-"""Whole models: their speed, their quality against simple baselines, and what the demo found."""
+"""Whole models: speed, quality compared with simple baselines, and the results of the demo."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ NAMES = {
     "hstu": "HSTU",
 }
 RUNS = {
-    "planned": "trained on in planned FP8",
-    "naive": "trained on in naive FP8 (tensorwise everywhere)",
+    "planned": "continued in planned FP8",
+    "naive": "continued in naive FP8 (tensorwise everywhere)",
     "swap-planned": "final float32 weights, planned FP8 swapped in",
     "swap-naive": "final float32 weights, naive FP8 swapped in",
-    "control": "control: float32 again, weights nudged by a bf16 rounding",
+    "control": "control: float32 from weights perturbed by a bf16 rounding",
 }
 
 
@@ -98,7 +98,7 @@ def _read_seeds() -> dict[int, dict[str, Any]]:
 
 
 def demo_headline() -> str | None:
-    """For README: what the seeds of the demo say, in a sentence."""
+    """Return the results of the demo's seeds in a sentence, for README."""
     found = _read_seeds()
     if not found:
         return None
@@ -114,7 +114,7 @@ def demo_headline() -> str | None:
 
 
 def _say_gpu_demo() -> str:
-    """What the demo said on a GPU, one seed."""
+    """Return the result of the demo on a GPU, one seed."""
     found = read("h200/demo.json")
     if found is None:
         return ""
@@ -125,7 +125,7 @@ def _say_gpu_demo() -> str:
 
 
 def seeds_table() -> str:
-    """The demo on every seed that has a record: planned, naive and control beside each other, and their means."""
+    """Return the demo on every seed that has a record (planned, naive, control), and the means."""
     found = _read_seeds()
     arms = ("planned", "naive", "control")
 
@@ -135,7 +135,7 @@ def seeds_table() -> str:
     rows = [[str(seed), *(spell(comparisons[arm]) for arm in arms)] for seed, comparisons in found.items()]
     means = (sum(c[arm]["relative_change"]["value"] for c in found.values()) / len(found) for arm in arms)
     rows.append(["mean", *(f"{100 * mean:+.3f} %" for mean in means)])
-    return table(["seed", "trained on in planned FP8", "in naive FP8", "control"], rows)
+    return table(["seed", "continued in planned FP8", "in naive FP8", "control"], rows)
 
 
 def quality_table() -> str | None:

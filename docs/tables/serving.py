@@ -6,7 +6,7 @@ from tables.results import read, table
 
 
 def serving_table() -> str | None:
-    """Goodput of FP8 and bf16 behind the same server, row by row."""
+    """Return the goodput of FP8 and bf16 with the same server."""
     rows = []
     for file in ("serving_generative", "serving_ranker"):
         found = (read(f"h200/{file}.json") or {"rows": []})["rows"]
@@ -17,12 +17,12 @@ def serving_table() -> str | None:
             if {"fp8", "bf16"} <= cells.keys():
                 what = f"OneRec 4B-A0.5B, beam 512, context {context}" if context else f"Wukong ranker, {asked} rows a request"  # fmt: skip
                 rows.append([what, f"{sla:g} ms", *(_cell(cells[v]) for v in ("bf16", "fp8")), _ratio(cells)])
-    head = ["model", "SLA", "bf16: in time a second (p99, late)", "FP8", "FP8 over bf16"]
+    head = ["model", "SLA", "bf16: answers in time per second (p99, late)", "FP8", "FP8 over bf16"]
     return table(head, rows) if rows else None
 
 
 def serving_headline() -> str | None:
-    """One sentence: how many more answers in time."""
+    """Return one sentence: how many more answers arrive in time."""
     found = (read("h200/serving_generative.json") or {"rows": []})["rows"]
     goodput = {(row["context"], row["sla_ms"], row["variant"]): row["goodput"] for row in found}
     said = []

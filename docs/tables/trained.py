@@ -1,4 +1,4 @@
-"""The configuration that was timed, trained; and where naive FP8 hurts."""
+"""Configurations that were both timed and trained, and where naive FP8 hurts."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ ARMS = {
 
 
 def trained_table() -> str | None:
-    """One configuration a row: speed-up, memory and loss of the same object. Rows that lack one of them are not shown."""
+    """Return one configuration per row, with speed-up, memory and loss. Rows that lack one of them are omitted."""
     records = [found for name in RECORDS if (found := read(f"h200/{name}.json")) is not None]
     rows = [(row, _is_same(row, record)) for record in records for row in record["summary"]]
     shown = [_row(row, same) for row, same in rows if all(key in row for key in ("speedup", "peak_gib", "label 0"))]
-    head = ["model and data", "configuration", "against", "step, ms", "speed-up", "peak memory, GiB", "change of log loss", "detectable", "of the second label", "seeds"]  # fmt: skip
+    head = ["model and data", "configuration", "compared with", "step, ms", "speed-up", "peak memory, GiB", "change of log loss", "detectable", "of the second label", "seeds"]  # fmt: skip
     return table(head, shown) if shown else None
 
 
 def trained_headline() -> str | None:
-    """For README: both labels, the memory and the seeds of every configuration whose speed is shown, and how much of that speed is not FP8's."""
+    """Return the table of README, and how much of the speed-up is not due to FP8."""
     found = read("h200/trained.json")
     rows = [] if found is None else [row for row in found["summary"] if row["against"] == "bf16" and "speedup" in row and "peak_gib" in row]  # fmt: skip
     if found is None or not rows:
@@ -78,7 +78,7 @@ def _spell_change(found: dict[str, Any]) -> str:
 
 
 def hurts_headline() -> str | None:
-    """For README: naive and planned FP8 on raw integers at the usual rate, in the later half of the run."""
+    """Return naive and planned FP8 on raw integers at the usual rate, in the later half of the run, for README."""
     found = read("h200/hurts_usual.json")
     rows = {} if found is None else {row["arm"]: row for row in found["summary"] if row["half"] == "later"}
     if found is None or not {"naive", "planned"} <= rows.keys():
@@ -93,7 +93,7 @@ def hurts_headline() -> str | None:
 
 
 def _is_same(row: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Whether tune left the model as it was: both sides are then the same program, and what differs is chance."""
+    """Return True if tune converted nothing: both sides are then the same program, and the difference is noise."""
     tuned = record["tuned"].get(row["cell"].replace("/", "-"), {}).get("record")
     return row["arm"] == "tuned" and tuned is not None and tuned["conversion"] is None
 
@@ -117,7 +117,7 @@ FIGURE = "![Test loss and L2 of the first layer's biases along 20,000 steps on t
 
 
 def hurts_table() -> str | None:
-    """Naive and planned FP8 on features as delivered, beside bf16."""
+    """Return naive and planned FP8 on raw features, compared with bf16."""
     rows = []
     for name in ("hurts", "hurts_usual", "hurts_wide"):
         found = read(f"h200/{name}.json")
@@ -132,7 +132,7 @@ def hurts_table() -> str | None:
 
 
 def _biases() -> list[str]:
-    """How far the biases are from bf16's at the end, where that is beyond doubt."""
+    """Return how far the biases end from those of bf16, where the interval excludes zero."""
     rows = [(read(f"h200/{name}.json") or {}).get("biases", []) for name in ("hurts", "hurts_usual")]
     grown, compared = [], 0
     for name, found in zip(("four times the rate", "the usual rate"), rows, strict=True):
@@ -140,7 +140,7 @@ def _biases() -> list[str]:
         grown += [f"{r['data']} at {name}, {r['arm']}, {r['layer']} {r['change']:+.0%} [{r['low']:+.0%}, {r['high']:+.0%}]" for r in found if "low" in r and not r["low"] <= 0 <= r["high"]]  # fmt: skip
     return (
         [
-            f"L2 of biases at the end against bf16's, where the interval excludes zero (of {compared} compared): {'; '.join(grown)}."
+            f"Final L2 of biases compared with bf16, where the interval excludes zero (of {compared} compared): {'; '.join(grown)}."
         ]
         if grown
         else []

@@ -47,7 +47,7 @@ WAYS = (
 
 
 def zoo_table() -> str | None:
-    """Milliseconds of every way, and the speed-up of ours over the fastest bf16 that was measured."""
+    """Return the step time of every configuration, and the speed-up of ours over the fastest measured bf16."""
     rows = []
     for mode, name in (("train", "training"), ("infer", "inference")):
         found = read(f"h200/zoo_{name}.json")
@@ -65,7 +65,7 @@ def zoo_table() -> str | None:
 
 
 def _newest(*files: str) -> list[dict[str, Any]]:
-    """The rows of several records, newest first: of what one of them measured, all ways are its."""
+    """Return the rows of several records, newest first. All rows of a model come from the newest record that has it."""
     rows: list[dict[str, Any]] = []
     for file in files:
         known = {(row["model"], row.get("mode", row.get("target"))) for row in rows}
@@ -75,7 +75,7 @@ def _newest(*files: str) -> list[dict[str, Any]]:
 
 
 def changed_table() -> str | None:
-    """Where the architecture may change, and two families of ours beside the code they had before."""
+    """Return models with changed architectures, and two of ours compared with their earlier code."""
     rows = []
     found = _newest("zoo_wukong_infer", "zoo_tower_cross")
     for model in (name for name in MODELS if any(row["model"] == name for row in found)):
@@ -87,12 +87,12 @@ def changed_table() -> str | None:
             cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
             if cells:
                 rows.append([title, name, *_best(cells, "bf16-before"), _cell(cells.get("bf16")), *_best(cells, "loka"), _ratio(cells, ("bf16-before", "bf16"), "loka")])  # fmt: skip
-    head = ["model", "step, ms", "bf16 of the model as it was", "bf16 today", "loka", "loka over bf16 as it was"]
+    head = ["model", "step, ms", "bf16, original", "bf16 today", "loka", "loka over original bf16"]
     return table(head, rows) if rows else None
 
 
 def more_table() -> str | None:
-    """Further models, every chain and wide linear in FP8 whatever it costs, beside bf16 and torchao."""
+    """Return further models with every chain and wide linear in FP8, compared with bf16 and torchao."""
     rows = []
     found = _newest("zoo_more_5", "zoo_more_4", "zoo_more_3", "zoo_more_1", "zoo_more_2")
     for model in dict.fromkeys(row["model"] for row in found):
@@ -103,7 +103,7 @@ def more_table() -> str | None:
             alone = "" if len(others) == 2 else ", over bf16 alone"
             ratio = "not compiled in time" if mine is None or not others else f"**{min(others) / mine:.2f}x**{alone}"
             rows.append([MORE[model], name, *(_cell(cells.get(way)) for way in ("bf16", "torchao-rowwise", "loka")), ratio])  # fmt: skip
-    head = ["model", "step, ms", "bf16", "torchao rowwise", "loka", "loka over the faster of both"]
+    head = ["model", "step, ms", "bf16", "torchao rowwise", "loka", "loka over the faster of the two"]
     return table(head, rows) if rows else None
 
 
@@ -131,7 +131,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _speedup(cells: dict[str, dict[str, Any]]) -> str:
-    """Each side in its better mode; where bf16's max-autotune is missing, both in the default one, and it says so."""
+    """Compare each side in its better mode. If bf16 has no max-autotune time, compare in the default mode and say so."""
     tuned = "ms" in cells.get("bf16+max", {})
     modes = ("", "+max") if tuned else ("",)
     base, mine = ([cells[w + m]["ms"] for m in modes if "ms" in cells.get(w + m, {})] for w in ("bf16", "loka"))
@@ -141,7 +141,7 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 
 def tune_table() -> str | None:
-    """One configuration a row: the step beside bf16, and the loss beside bf16."""
+    """Return one configuration per row: step and loss compared with bf16."""
     found = _newest(
         "tune_zoo_wukong", "tune_zoo_cross", "tune_zoo", "tune_zoo_wukong_serve", "tune_zoo_dlrm", "tune_zoo_more"
     )
@@ -154,15 +154,15 @@ def tune_table() -> str | None:
             continue
         rows.append(_tuned(titles[row["model"]], row["record"], row["tune_s"]))
     launched = (read("h200/tune_zoo_ungraphed.json") or {"rows": []})["rows"]
-    rows += [_tuned(f"{MODELS[row['model']]}, launched kernel by kernel", row["record"], row["tune_s"]) for row in launched]  # fmt: skip
+    rows += [_tuned(f"{MODELS[row['model']]}, without a CUDA graph", row["record"], row["tune_s"]) for row in launched]  # fmt: skip
     for name, row in ((read("h200/trained.json") or {}).get("tuned") or {}).items():
         rows.append(_tuned(CENSUS[name.partition("-")[0]], row["record"], sum(row["record"]["seconds"].values())))
-    head = ["model", "for", "whole step over compiled bf16", "of it by layout, in bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip
+    head = ["model", "for", "whole step over compiled bf16", "speed-up by layout alone, in bf16", "change of the loss, 95 %", "margin used", "linears' FLOPs in FP8", "tuning time"]  # fmt: skip
     return table(head, rows)
 
 
 def _tuned(title: str, record: dict[str, Any], seconds: float) -> list[str]:
-    """What one call of tune said."""
+    """Return the result of one call of tune."""
     speed, change = record["speedup"], record["metric_change"]
     taken = sum(unit["flops_share"] for unit in record["units"] if unit["way"] != "high")
     return [
@@ -178,5 +178,5 @@ def _tuned(title: str, record: dict[str, Any], seconds: float) -> list[str]:
 
 
 def _layout_share(steps: dict[str, float]) -> str:
-    """The step of the rewritten model in bf16 over the original's: what is not FP8's."""
+    """Return the speed-up of the rewritten model in bf16 over the original, which is not due to FP8."""
     return f"{steps['bf16'] / steps['bf16 layout']:.2f}x" if "bf16 layout" in steps else "1.00x"
