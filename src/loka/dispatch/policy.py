@@ -366,7 +366,7 @@ def _refuse_by_accuracy(candidate: Candidate, policy: Policy, site: Site | None,
         judged = allow(site.metric_change, margin=margin, units=units)
         if not judged.within:
             return f"swapped in alone it moved the metric by {judged.text}"
-        # Not HOPELESS_FROZEN, as `loka.tune(freeze=True)` uses: a report has a score only where gradients flowed, that
+        # Not HOPELESS_FROZEN, as `tune(target="serve")` uses: a report has a score only where gradients flowed, that
         # is for a model in training, and does not say whether its weights will be frozen later.
         if harm is None or harm.value <= HOPELESS * margin:
             return None
