@@ -296,8 +296,8 @@ def test_tuning_never_fuses_an_activation_the_kernel_does_not_have(
 
 
 def test_a_metric_that_nobody_scores_is_noted_and_the_others_are_compared() -> None:
-    users = torch.arange(20)
-    nothing, some = torch.zeros(20, dtype=torch.float64), 1 + torch.arange(20, dtype=torch.float64)
+    users = torch.arange(40)
+    nothing, some = torch.zeros(40, dtype=torch.float64), 1 + torch.arange(40, dtype=torch.float64)
 
     def compare(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> PairedTest:
         return compare_arms(first, second, (users, users), margin=0.1, names=("a", "b"), data="toy")
@@ -305,5 +305,11 @@ def test_a_metric_that_nobody_scores_is_noted_and_the_others_are_compared() -> N
     found = compare({"recall": nothing, "likelihood": some}, {"recall": some, "likelihood": some})
     assert [metric.metric for metric in found.metrics] == ["likelihood"]
     assert "recall is zero" in found.notes[0]
+    rare = (users == 7).double()
+    found = compare({"recall": rare, "likelihood": some}, {"recall": rare, "likelihood": some})
+    assert [metric.metric for metric in found.metrics] == ["likelihood"]
+    assert "recall is nonzero for only 1 of 40 users" in found.notes[0]
+    with pytest.raises(ValueError, match=r"recall is nonzero for only 1 of 40 users.*hint: more users"):
+        compare({"recall": rare}, {"recall": rare})
     with pytest.raises(ValueError, match="recall: zero for every user"):
         compare({"recall": nothing}, {"recall": some})

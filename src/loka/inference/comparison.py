@@ -1,5 +1,7 @@
 """Offline A/B comparison of two models on the same users: a check of the sample ratio, then intervals and verdicts."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,15 +54,26 @@ def compare_arms(
     empty = [name for name, (first, _) in pairs.items() if not bool(first.any())]
     if len(empty) == len(pairs):
         raise ValueError(f"{', '.join(empty)}: zero for every user of the baseline, so a relative change is undefined")
-    metrics = [_compare(name, *pair, margin, seed) for name, pair in pairs.items() if name not in empty]
+    found = {name: _compare(name, *pair, margin, seed) for name, pair in pairs.items() if name not in empty}
+    rare = [
+        f"{name} is nonzero for only {int(pairs[name][0].count_nonzero())} of {len(both)} users of the baseline: too "
+        "few for an interval of the relative change; hint: more users"
+        for name, metric in found.items()
+        if metric is None
+    ]
+    if len(rare) == len(found):
+        raise ValueError("; ".join(rare))
     return PairedTest(
         baseline=names[0],
         candidate=names[1],
         data=data,
         split=SplitCheck(observed=list(check.observed), p_value=check.p_value, mismatch=check.mismatch),
-        metrics=metrics,
+        metrics=[metric for metric in found.values() if metric is not None],
         overlap=overlap or [],
-        notes=[f"{name} is zero for every user of the baseline: a relative change is undefined" for name in empty],
+        notes=[
+            *(f"{name} is zero for every user of the baseline: a relative change is undefined" for name in empty),
+            *rare,
+        ],
         environment=capture_environment(),
     )
 
@@ -70,7 +83,8 @@ def _places(users: Tensor, wanted: Tensor) -> Tensor:
     return order[torch.searchsorted(users[order], wanted)]
 
 
-def _compare(name: str, baseline: Tensor, candidate: Tensor, margin: float, seed: int) -> PairedMetric:
+def _compare(name: str, baseline: Tensor, candidate: Tensor, margin: float, seed: int) -> PairedMetric | None:
+    """Compare one metric; None if the bootstrap has no interval, as samples of users may sum to zero."""
     lower = any(word in name for word in LOWER_IS_BETTER)
     sign = -1.0 if float(baseline.sum()) < 0 else 1.0
     found = compare_paired(
@@ -82,6 +96,8 @@ def _compare(name: str, baseline: Tensor, candidate: Tensor, margin: float, seed
         relative=True,
         seed=seed,
     )
+    if math.isnan(found.low) or math.isnan(found.high):
+        return None
     value, ends = sign * found.estimate / 100, sorted((sign * found.low / 100, sign * found.high / 100))
     return PairedMetric(
         metric=name,
