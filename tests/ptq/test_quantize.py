@@ -160,7 +160,7 @@ class TestBound:
         assert summary.record.change.high <= 4.0
         alone = {site.name: site.metric_change for site in summary.record.sites}
         assert alone["1"].low > 4.0
-        assert "kept" in summary.kept["1"]
+        assert "the whole model must stay within 400%" in summary.kept["1"]
 
     def test_without_a_bound_everything_is_quantised_and_measured(self) -> None:
         model, score = self.subject()

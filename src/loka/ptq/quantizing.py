@@ -78,12 +78,11 @@ class Summary:
         r = self.record
         lines = [
             f"{len(self.quantized)} of {len(r.sites)} sites quantized by {'a plan' if r.plan else f'the recipe {r.recipe}'}; "
-            f"{r.bytes_before / 1e6:,.1f} MB in 16-bit -> {r.bytes_after / 1e6:,.1f} MB ({r.ratio:.2f}x)"
+            f"{_spell_bytes(r.bytes_before)} in 16-bit -> {_spell_bytes(r.bytes_after)} ({r.ratio:.2f}x)"
         ]
         if r.change is not None:
-            bound = "" if r.bound is None else f", bound {100 * r.bound:+.3g} %"
-            c = r.change
-            lines.append(f"{r.metric}: {100 * c.value:+.3f} % [{100 * c.low:+.3f}, {100 * c.high:+.3f}]{bound}")
+            bound = "" if r.bound is None else f", bound {100 * r.bound:+.3g}%"
+            lines.append(f"{r.metric}: {r.change:+.3%}{bound}")
         lines += [f"  kept {name}: {why}" for name, why in self.kept.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in r.notes)])
 
@@ -303,7 +302,7 @@ def _measure(
         picked, change, notes = spent.chosen, spent.change, spent.notes
     for name in made:
         decided.reasons[name] = (
-            _say_change(alone[name], bound, name in picked) if name in alone else f"kept: it fails: {seen.failed[name]}"
+            _say_change(alone[name], bound, name in picked) if name in alone else f"it fails: {seen.failed[name]}"
         )
     decided.operands = {name: tried[name] for name in tried if name in picked}
     return alone, change, notes
@@ -317,11 +316,16 @@ def _switch(
     )
 
 
+def _spell_bytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.0f} kB"
+
+
 def _say_change(change: Interval, bound: float | None, picked: bool) -> str:
-    ends = f"{100 * change.value:+.3f} % [{100 * change.low:+.3f}, {100 * change.high:+.3f}] alone"
     if picked:
-        return f"measured: {ends}"
-    return f"kept: {ends}" + ("" if bound is None else f", and the whole model must stay within {100 * bound:.3g} %")
+        return f"measured: {change:+.3%} alone"
+    return f"{change:+.3%} alone" + (
+        "" if bound is None else f", and the whole model must stay within {100 * bound:.3g}%"
+    )
 
 
 def _plan_of(
