@@ -250,7 +250,7 @@ def test_16_bit_inside_a_float32_model_is_no_broken_claim():
 
 
 def test_a_model_that_is_not_initialised_is_refused():
-    with pytest.raises(ValueError, match=r"not initialised yet: 0\.weight.*run the model once"):
+    with pytest.raises(ValueError, match=r"not initialized yet: 0\.weight.*run the model once"):
         mods.apply(nn.Sequential(nn.LazyLinear(4)), "no_bias", example=torch.randn(2, 3))
 
 

@@ -228,7 +228,7 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
     except Exception as error:
         raise ValueError(f"torch.export cannot trace this model: {_first_line(error)}") from error
     if dynamic and not any(_is_free(size) for _, v in _inputs_of(program) for size in v.shape):
-        raise ValueError(f"the model fixes the number of rows to the example's {rows[0]} (its code uses that size as a number); hint: dynamic=False")  # fmt: skip
+        raise ValueError(f"the model fixes the number of rows to the example's {rows[0]} (its code, or another size of its inputs, depends on that number); hint: dynamic=False (--fixed)")  # fmt: skip
     if dynamic:
         _refuse_bounds(program, inputs)
     return program

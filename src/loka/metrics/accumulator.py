@@ -159,7 +159,7 @@ def all_reduce(metric: M, process_group: dist.ProcessGroup | None = None) -> M:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            "all_reduce needs an initialised torch.distributed group: call init_process_group first, or skip it"
+            "all_reduce needs an initialized torch.distributed group: call init_process_group first, or skip it"
         )
     wire = (
         torch.device("cuda", torch.cuda.current_device())

@@ -24,7 +24,7 @@ margin, collect more data first.
 
 Limitations: metrics that are not a mean over units, such as the AUC over all examples, must be compared per seed or per
 user. If every unit shows exactly the same difference, the interval has width 0, which is right for bit-identical runs
-but optimiztic for a handful of rare 0/1 outcomes.
+but optimistic for a handful of rare 0/1 outcomes.
 """
 
 import math

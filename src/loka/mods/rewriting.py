@@ -192,7 +192,7 @@ def _refuse_lazy(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
     if lazy:
         raise ValueError(
-            f"not initialised yet: {', '.join(lazy[:5])}; run the model once on a batch before applying mods"
+            f"not initialized yet: {', '.join(lazy[:5])}; run the model once on a batch before applying mods"
         )
 
 

@@ -203,7 +203,7 @@ def conclude(
     likeness: Likeness
     if not trained:
         likeness = "untrained"
-        reasons.insert(0, "no verdict: these weights are as they were initialised")
+        reasons.insert(0, "no verdict: these weights are as they were initialized")
     elif widest.variance >= RANKER_VARIANCE or largest.absmax >= RANKER_ABSMAX:
         likeness = "ranker-like"
     elif widest.variance < LLM_VARIANCE and not lost:
