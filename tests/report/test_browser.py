@@ -133,7 +133,7 @@ def test_paper_shows_what_is_folded() -> None:
         check("printed", folded());
         dispatchEvent(new Event("afterprint"));
         check("after", folded());
-        const table = document.querySelector('[aria-label="Quantised sites"]');
+        const table = document.querySelector('[aria-label="Quantized sites"]');
         check("keys", [table.tabIndex, table.querySelectorAll("tbody tr").length]);
     """
     values = expect_clean(visit(render(make_everything()), script))
