@@ -33,6 +33,7 @@ def no_tensor(output: Tensor, target: Tensor) -> float:
         (([*BATCHES, BATCHES[0][:1]], loss), {}, "batch 8 is tuple of 1"),
         ((BATCHES, lambda output, target: loss(output.detach(), target)), {}, "no gradient flows from the loss"),
         ((BATCHES, loss), {"out": __file__}, "is a file, expected a folder"),
+        ((BATCHES, loss), {"out": f"{__file__}/below"}, "below' cannot be created: Not a directory"),
         ((BATCHES, no_tensor), {}, "the loss returned float, expected a floating tensor"),
         ((BATCHES, lambda output, target: target.long()), {}, "returned a tensor of torch.int64, expected a floating"),
         (([({"y": x}, y) for x, y in BATCHES], loss), {}, "are a dict, given as .*kwargs, and Ranker fails: .*hint: ..inputs"),
@@ -458,9 +459,7 @@ def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rehearsal, "_train_once", fail)
     units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
     assert units["first"].way == "high"
-    assert (
-        units["first"].reason == "a training step fails with it in low precision: RuntimeError: no kernel for this"
-    )
+    assert units["first"].reason == "a training step fails with it in low precision: RuntimeError: no kernel for this"
 
     def fail_together(call: Any, selection: Any, offers: Any) -> None:
         if offers is selection.offers:
@@ -502,9 +501,7 @@ def test_only_what_says_something_about_a_unit_leaves_it_out(error: Exception, r
         assert len(asked) == 1
         return
     units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
-    assert (
-        units["first"].reason == f"a training step fails with it in low precision: {type(error).__name__}: {error}"
-    )
+    assert units["first"].reason == f"a training step fails with it in low precision: {type(error).__name__}: {error}"
 
 
 def test_a_step_that_fails_in_training_by_itself_is_not_blamed_on_its_units() -> None:

@@ -7,6 +7,7 @@ code. If any of these differ, an existing file is renamed and not used.
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Evidence:
         self.resumed = False
         if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
             raise ValueError(f"out={str(folder)!r} is a file, expected a folder")
+        if folder is not None:
+            _check_writable(Path(folder))
         if self.path is not None and self.path.exists():
             try:
                 saved = json.loads(self.path.read_text())
@@ -79,6 +82,16 @@ class Evidence:
 def digest(record: msgspec.Struct) -> str:
     """Return a hash of a record, for use in a key."""
     return hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:16]
+
+
+def _check_writable(folder: Path) -> None:
+    """Create the folder now, so that a wrong one is an error before the measurements and not after them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out={str(folder)!r} cannot be created: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"out={str(folder)!r} cannot be written to: no permission")
 
 
 def _fingerprint(model: nn.Module, settings: dict[str, Any]) -> str:
