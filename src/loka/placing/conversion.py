@@ -19,7 +19,7 @@ Scales remembered between steps are not part of the state_dict: save them with `
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from typing import Any
 
@@ -46,7 +46,7 @@ from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
 from loka.records import Conversion, KernelBucket, Plan, UnitPlan
 from loka.units import place, place_tables, placed_tables, refuse_tables, refuse_unit, release_tables
-from loka.units.example import call_model, capture_example
+from loka.units.example import NotCalledError, call_model, capture_example
 from loka.units.undisturbed import undisturbed
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -191,8 +191,9 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
         raise ValueError(f"the plan applies {', '.join(spelled)}, and the model has {', '.join(present)} already; hint: loka.mods.revert(model) first")  # fmt: skip
     undo.callback(mods.revert, model)
     if callable(example):  # a function that runs the model; mods need the arguments of a call
-        with undisturbed(model):
-            example = capture_example(model, example, stop=True)
+        run, example = example, None
+        with undisturbed(model), suppress(NotCalledError):  # it may call only parts of the model
+            example = capture_example(model, run, stop=True)
     done = mods.apply(model, [mods.parse(text) for text in spelled], example=example)
     effects = {text: [c.effect for c in done.summary.changed if text.startswith(c.mod)] for text in spelled}
     return [(text, "architecture" if "architecture" in found else "rounding") for text, found in effects.items()]
