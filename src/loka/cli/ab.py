@@ -215,6 +215,7 @@ def describe(found: PairedTest) -> str:
             f"[{100 * c.low:+8.3f}, {100 * c.high:+8.3f}]% {100 * m.minimum_detectable:7.3f}%  "
             f"{m.outcome} (margin {100 * m.margin:g} %, {m.users:,} users, {m.method})"
         )
+    lines.append("MDE: minimum detectable effect, the change that this many users would show with 80 % power")
     if found.overlap:
         lines.append("overlap of the lists: " + ", ".join(f"@{o.n} {o.share:.1%}" for o in found.overlap))
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
