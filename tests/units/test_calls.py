@@ -255,3 +255,46 @@ def test_a_chain_may_end_outside_of_the_block_that_calls_its_functions(tail: Cal
     assert done.units[0].links[-1].activation == "relu"
     for _ in range(2):
         assert 0 < float((model(x).detach() - exact).norm() / exact.norm()) < 0.2
+
+
+class _OwnBackward(torch.autograd.Function):
+    """A sigmoid with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+@torch.jit.script
+def _scripted(x: Tensor) -> Tensor:
+    return torch.relu(x)
+
+
+UNSEEN = {
+    "an autograd function": _OwnBackward.apply,
+    "TorchScript": _scripted,
+    "torch.ops": torch.ops.aten.relu,
+    "another name": torch.special.expit,
+    "hidden by torch.compile": lambda x: torch.relu_(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("call", UNSEEN)
+def test_an_activation_that_a_chain_would_not_see_ends_it(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain that took it in would raise, or compute another gradient than the function's own."""
+    monkeypatch.setitem(CALLS, call, UNSEEN[call])
+    model, x = Called(call), torch.randn(64, W)
+    exact = copy.deepcopy(model)
+    found = discover(model, x, linears=W)
+    assert [len(unit.links) for unit in found.units] == [1, 1, 1]
+    assert {link.activation for unit in found.units for link in unit.links} == {"none"}
+    loka.convert(model, plan_everything(model, x, linears=W))
+    for one in (model, exact):
+        one(x).sum().backward()
+    grads = [(a.grad, b.grad) for a, b in zip(exact.parameters(), model.parameters(), strict=True)]
+    assert all((a - b).norm() < 0.35 * a.norm() for a, b in grads)

@@ -41,6 +41,8 @@ _IN_PLACE = (
     Tensor.sigmoid_,
     F.leaky_relu_,
 )
+# torch.compile calls no function mode for these, so no chain contains them
+HIDDEN = (torch.relu_, torch.tanh_, torch.sigmoid_, F.leaky_relu_)
 _INPLACE_AT = {F.relu: 1, F.silu: 1, F.hardswish: 1, F.leaky_relu: 2, F.dropout: 3}  # the position of `inplace`
 
 

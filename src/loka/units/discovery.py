@@ -287,6 +287,8 @@ class _Search:
                 return state.link(), None, f"{watched} has hooks that would see other tensors"
             if part := _find_between(self.path.held, call, reader):
                 return state.link(), None, f"{part} is a part of another model too, a {self.path.held[part]}, which calls it without this"  # fmt: skip
+            if reader.in_function != call.in_function:
+                return state.link(), None, f"{reader.site or reader.op} follows it across the border of an autograd function, such as a reentrant checkpoint"  # fmt: skip
             if reader.site is not None and reader.linear and reader.inputs == (value,):
                 if why := self._refuse(reader.site):
                     return state.link(), None, f"{reader.site}: {why}"

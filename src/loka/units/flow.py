@@ -16,7 +16,7 @@ forwards have other paths.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.kernels.activation import LEAK
-from loka.lowp.passing import DROPOUTS, spell_call
+from loka.lowp.passing import HIDDEN, spell_call
 from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
@@ -60,6 +60,7 @@ class Call:
     linear: bool = False  # whether the atom is an nn.Linear
     activation: tuple[str, float] | None = None  # for an activation: its name in the kernels, and its slope
     dropout: float | None = None  # p of a functional dropout that has an effect
+    in_function: bool = False  # whether it ran in the forward of an autograd function, such as a reentrant checkpoint
 
 
 @dataclass(frozen=True)
@@ -279,8 +280,12 @@ def _make_forget(key: int, *known: dict[int, Any]) -> Callable[[Any], None]:
     return forget
 
 
-class _DropoutMode(TorchFunctionMode):
-    """Report calls of torch's dropout with an effect to a recorder: the dispatcher only sees what they decompose to."""
+class _CallMode(TorchFunctionMode):
+    """Report calls of activations, and of dropouts with an effect, to a recorder.
+
+    The dispatcher only sees what a dropout decomposes to. It also sees activations that a placed chain would not, since
+    no function mode does: in TorchScript, in `torch.ops`, and functions that torch.compile hides from modes.
+    """
 
     def __init__(self, recorder: "_Recorder") -> None:
         super().__init__()
@@ -288,11 +293,14 @@ class _DropoutMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        called = spell_call(func, args, kwargs) if func in DROPOUTS else None
-        if called is None or called[1] == 0.0:
+        called = None if func in HIDDEN else spell_call(func, args, kwargs)
+        if called is None or called == ("dropout", 0.0):
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
-        return self._recorder.see_dropout(x, called[1], lambda: func(*args, **kwargs))
+        if called[0] == "dropout":
+            return self._recorder.see_dropout(x, called[1], lambda: func(*args, **kwargs))
+        with self._recorder.activating():
+            return func(*args, **kwargs)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -314,6 +322,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []  # running: name, atom, inputs, inner
         self._arguments: list[tuple[tuple[int | str, int], ...]] = []
         self._outside: set[str] = set()
+        self._activating = False  # inside a call of an activation that function modes see
+
+    @contextmanager
+    def activating(self) -> Iterator[None]:
+        """Record the operation in this block as an activation that a chain may contain."""
+        self._activating = True
+        try:
+            yield
+        finally:
+            self._activating = False
 
     @contextmanager
     def watching(self, training: bool) -> Iterator[None]:
@@ -322,8 +340,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in (m for m in self._model.modules() if not is_scripted(m)):
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
-            # only in training: torch's fused encoder layer is not used while a function mode is active
-            with self, _DropoutMode(self) if training else nullcontext():
+            with self, _CallMode(self):
                 yield
 
     def run_on_meta(self) -> Any:
@@ -402,7 +419,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         dim = args[1] if name in _CUTS and len(args) > 1 and isinstance(args[1], int) else None
         dim = 0 if name == "slice" and dim is None else dim
-        self._add(name, inputs, outputs, None, dim=dim, activation=_spell_activation(name, args, kwargs or {}))
+        activation = _spell_activation(name, args, kwargs or {}) if self._activating else None
+        self._add(name, inputs, outputs, None, dim=dim, activation=activation)
         return out
 
     def see_dropout(self, x: Tensor, p: float, run: Callable[[], Tensor]) -> Tensor:
@@ -425,7 +443,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._stack[-1][0] if self._stack else STEP if self._steps else ""
 
     def _add(self, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], site: str | None, **known: Any) -> None:
-        self._flow.calls.append(Call(len(self._flow.calls), op, self._inside(), inputs, outputs, site, **known))
+        in_function = not torch._C._is_fwd_grad_enabled()  # torch.no_grad leaves it on, an autograd function does not
+        self._flow.calls.append(
+            Call(len(self._flow.calls), op, self._inside(), inputs, outputs, site, in_function=in_function, **known)
+        )
 
     def _read(self, values: Any) -> tuple[int, ...]:
         return tuple(self._value(t) for t in tensors_in(values))
