@@ -41,9 +41,9 @@ class Checkpointed(nn.Module):
                 return F.gelu(self.c(F.relu(self.a(x)))) * torch.sigmoid(x * self.out.weight)
             case "in place":
                 h = self.a(x)
-                F.relu_(h)
+                h.relu_()
                 h = self.c(h)
-                torch.tanh_(h)
+                h.tanh_()
                 return h * torch.sigmoid(x * self.out.weight)
         raise AssertionError(self.spelling)
 
@@ -158,7 +158,7 @@ def test_a_last_activation_in_place_leaves_an_ordinary_tensor() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.b(F.relu(self.a(x)))
-            F.relu_(h)
+            h.relu_()
             return h
 
     model, x = InPlace(), torch.randn(32, W)
@@ -167,3 +167,43 @@ def test_a_last_activation_in_place_leaves_an_ordinary_tensor() -> None:
     assert type(found) is Tensor
     assert len(loka.lowp.chain.chain_of(model.b).links) == 2
     assert found.requires_grad
+
+
+class Gated(nn.Module):
+    """Its gate passes no gradient on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(F.relu(self.a(x)))
+        with torch.no_grad():
+            gate = torch.sigmoid(h)
+        return self.out(x * gate)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_last_activation_without_gradients_has_none(compiled: bool) -> None:
+    model, x = Gated(), torch.randn(32, W)
+    loka.convert(model, plan_everything(model, x))
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    run(x).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["out.weight", "out.bias"]
+
+
+def test_a_checkpointed_result_may_be_written_to_in_place() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Any = checkpoint(lambda x: self.b(F.relu(self.a(x))), x, use_reentrant=True)
+            return self.out(h.tanh_())
+
+    model, x = Written(), torch.randn(32, W, requires_grad=True)
+    loka.convert(model, plan_everything(model, x.detach()))
+    assert list(loka.lowp.chain.chains_of(model))
+    model(x).sum().backward()
+    assert model.a.weight.grad is not None

@@ -240,7 +240,9 @@ class HandsOn:
                 return handed
             with torch._C.DisableTorchFunctionSubclass():
                 return handed.as_subclass(Tensor)  # not `result`: the history may have been attached to the stand-in
-        return handed.copy_(result) if in_place else result
+        if in_place:
+            return handed.copy_(result)
+        return result if torch.is_grad_enabled() else result.detach()
 
     def _check_gradients(self, called: str) -> None:
         """Raise if gradients were enabled or disabled since the head ran, and some would be lost or added by that."""

@@ -98,7 +98,8 @@ class RunningChain(ChainWeights):
                     y = self.infer(flat.detach() if shared is None else shared, layout, seed, of=x)
                 if self.watching and self.health is not None:
                     self.look(flat, y, seed)
-        return y.reshape(*x.shape[:-1], self.linears[-1].out_features), seed
+        # no view where none is needed: a checkpoint's output that is a view cannot be written to in place
+        return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.linears[-1].out_features)), seed
 
     def _refuse_shards(self) -> None:
         """Raise if weights are sharded separately: the head reads all of them, so all must be gathered first."""
