@@ -40,7 +40,7 @@ def look(model: nn.Module, guard: Guard, x: Tensor | None = None) -> list[str]:
 
 def spoil(linear: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale gone wrong: finite operands, and an output that is not."""
-    monkeypatch.setattr(sys.modules["loka.formats.quantize"], "_given_scale", lambda scale, x, spec: scale)
+    monkeypatch.setattr(sys.modules["loka.formats.quantize"], "_check_given_scale", lambda scale, x, spec: scale)
     linear.state.x.largest.fill_(math.inf)  # type: ignore[union-attr]
 
 
@@ -144,7 +144,7 @@ class TestLooking:
                 closed.setattr(Tensor, name, forbidden)
             closed.setattr(Tensor, "__int__", lambda t: real(t) if id(t) in stamps else forbidden(t))
             closed.setattr(
-                sys.modules["loka.formats.quantize"], "_given_scale", lambda scale, x, spec: scale
+                sys.modules["loka.formats.quantize"], "_check_given_scale", lambda scale, x, spec: scale
             )  # looks on CPUs
             model(x).square().sum().backward()
         assert guard.check() == []
