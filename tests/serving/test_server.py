@@ -253,7 +253,9 @@ def test_a_busy_server_sheds_at_once_with_the_time_to_come_back() -> None:
         assert len(shed) >= 6
         assert all(int(headers["retry-after"]) >= 1 for _, headers, _ in shed)
         assert {status for status, _, _ in found} <= {200, 429, 503}
-        wait_for(lambda: post(server.url, {"number": 1})[0] == 200)  # on a loaded machine all of them may have been shed
+        wait_for(
+            lambda: post(server.url, {"number": 1})[0] == 200
+        )  # on a loaded machine all of them may have been shed
 
 
 def test_a_starved_event_loop_sheds_before_it_reads() -> None:
@@ -341,6 +343,8 @@ def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
+        with pytest.raises(ValueError, match="port 99999: expected 0 to 65535"), Server(Sleeper(COST), sla=1.0, port=99999).background():  # fmt: skip
+            pass
         with pytest.raises(ValueError, match=r"cannot listen.*hint: another port"), Server(Sleeper(COST), sla=1.0, port=taken.getsockname()[1]).background():  # fmt: skip
             pass
 

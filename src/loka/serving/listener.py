@@ -147,6 +147,8 @@ def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket, or raise ValueError saying what is wrong with the address."""
+    if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
+        raise ValueError(f"port {port}: expected 0 to 65535")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(*found[:3])  # with its protocol: asyncio sets TCP_NODELAY only if that is IPPROTO_TCP
