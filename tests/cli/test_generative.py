@@ -198,6 +198,10 @@ class TestFiles:
         a = self.write(tmp_path / "a.jsonl", 0.0)
         (tmp_path / "b.jsonl").write_text('{"user": 1, "recall@10": 0.5}\n{"user": 2}\n')
         assert "b.jsonl:2" in fail(capsys, "ab", a, tmp_path / "b.jsonl")
+        (tmp_path / "b.jsonl").write_text('{"user": 1, "recall@10": 0.5}\n' * 2)
+        assert "2 lines of 1 users; expected one line per user" in fail(capsys, "ab", a, tmp_path / "b.jsonl")
+        (tmp_path / "b.jsonl").write_text("")
+        assert "b.jsonl: no metrics; expected" in fail(capsys, "ab", a, tmp_path / "b.jsonl")
 
 
 def test_analyze_built_in_models() -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from loka.records import OnlineTest, PairedTest
 
 
+EXAMPLE_LINE = '{"user": 7, "metric": 0.1, ...}'
+
+
 def ab(
     baseline: Annotated[
         Path | None, typer.Argument(help="Folder of a recommender, or a .jsonl file of per-user metrics.")
@@ -132,16 +135,16 @@ def read_metrics(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
             row = json.loads(line)
             user, values = int(row.pop("user")), {name: float(value) for name, value in row.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f'{path}:{number}: expected {{"user": 7, "metric": 0.1, ...}} ({error})') from error
+            raise ValueError(f"{path}:{number}: expected {EXAMPLE_LINE} ({error})") from error
         if users and set(values) != set(columns):
             raise ValueError(f"{path}:{number}: has the metrics {sorted(values)}, the lines before {sorted(columns)}")
         users.append(user)
         for name, value in values.items():
             columns.setdefault(name, []).append(value)
-    if len(set(users)) < len(users) or not columns:
-        raise ValueError(
-            f"{path}: expected one line per user with at least one metric, but a user is repeated or no line was found"
-        )
+    if not columns:
+        raise ValueError(f"{path}: no metrics; expected one line per user: {EXAMPLE_LINE}")
+    if len(set(users)) < len(users):
+        raise ValueError(f"{path}: {len(users):,} lines of {len(set(users)):,} users; expected one line per user")
     return torch.tensor(users), {name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()}
 
 
