@@ -108,7 +108,9 @@ def train(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; without it nothing is written.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out, or start it if there is none.")
+    ] = False,
     fallback: Annotated[
         bool, typer.Option("--fallback", help="With --resume: use an older checkpoint if the last is damaged.")
     ] = False,

@@ -135,7 +135,7 @@ def data_root(root: str | Path | None = None) -> Path:
 def find_entry(name: str, kind: str | None = None) -> Entry:
     """Look a data set up by name."""
     if name not in CATALOG:
-        raise ValueError(f"no data set {name!r}; known: {sorted(CATALOG)}")
+        raise ValueError(f"no data set {name!r}; data sets are {', '.join(sorted(CATALOG))}")
     entry = CATALOG[name]
     if kind is not None and kind not in entry.kinds:
         having = sorted(e.name for e in CATALOG.values() if kind in e.kinds)

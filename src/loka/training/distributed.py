@@ -236,7 +236,9 @@ class DistributedTrainer(Trainer):
         if resume and self.folder is None:
             raise ValueError("resume needs the folder of the run: pass out=")
         if found and not resume and self.step == 0:
-            raise ValueError(f"{self.folder} already holds {found[-1].name}; resume it, or choose another folder")
+            raise ValueError(
+                f"{self.folder} already holds {found[-1].name}; expected a new folder; hint: --resume (resume=True) continues that run"
+            )
         self._reseed()
         if found:
             self._restore(found[-1])

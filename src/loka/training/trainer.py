@@ -157,7 +157,9 @@ class Trainer:
         if resume and self.folder is None:
             raise ValueError("resume needs the folder of the run: pass out=")
         if found and not resume and self.step == 0:
-            raise ValueError(f"{self.folder} already holds {found[-1].name}; resume it, or choose another folder")
+            raise ValueError(
+                f"{self.folder} already holds {found[-1].name}; expected a new folder; hint: --resume (resume=True) continues that run"
+            )
         if self.folder is not None and self.ranks.rank == 0:
             self._saver = Saver(self.folder, keep=self.config.keep)
         if self.step == 0:
