@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tests.lowp.emulated import emulate as emulate_linears
 from torch import Tensor, nn
 
+import loka
 from loka.formats import Spec, fake_quantize, scale_from_amax
 from loka.kernels.activation import ACTIVATIONS
 from loka.lowp import Chain, ChainPrecision, Link, Part, chain_of, chains_of
@@ -522,3 +523,17 @@ def test_one_linear_with_its_activation(epilogue: str, bias: bool) -> None:
             z = fake_quantize(x.flatten(0, 1), spec) @ fake_quantize(weight, TENSOR).T
             expected = act(z if shift is None else z + shift).view(5, 7, 48)
             torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("at", "name"), [(1, "eps"), (4, "negative_slope")])
+def test_a_number_that_changes_after_conversion_is_noticed(at: int, name: str) -> None:
+    """The kernels use those that the chain was found with."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64), nn.LeakyReLU(0.1), nn.Linear(64, 1))  # fmt: skip
+    x = torch.randn(32, 64)
+    loka.convert(model, loka.placing.plan_everything(model, x))
+    expected, before = model(x), getattr(model[at], name)
+    setattr(model[at], name, 0.5)
+    with pytest.raises(ValueError, match=f"{name} 0.5, but the chain was found with"):
+        model(x)
+    setattr(model[at], name, before)
+    assert torch.equal(model(x), expected)

@@ -53,6 +53,7 @@ class Part:
     def find_p(self) -> float:
         """Return the p of the dropout in the current mode; 0 if nothing is dropped."""
         for module in self.passed:
+            self._check_unchanged(module)
             if module is not self.dropout and isinstance(module, nn.Dropout) and module.training and module.p > 0:
                 raise ValueError(
                     f"a dropout after {self.link.linear} has p {module.p:g} and is in training mode, but the chain was "
@@ -62,6 +63,21 @@ class Part:
             return 0.0
         p = self.dropout.p if isinstance(self.dropout, nn.Dropout) else self.link.dropout
         return check_p(float(p or 0.0), f"the dropout after {self.link.linear}")
+
+    def _check_unchanged(self, module: nn.Module) -> None:
+        """Raise if a norm or an activation was given another number since the chain was placed."""
+        link = self.link
+        if isinstance(module, nn.LeakyReLU):
+            name, now, before = "negative_slope", module.negative_slope, link.slope
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.eps is not None:
+            name, now, before = "eps", module.eps, link.eps
+        else:
+            return
+        if now != before:
+            raise ValueError(
+                f"the {type(module).__name__} after {link.linear} has {name} {now:g}, but the chain was found with "
+                f"{before:g}; hint: loka.revert(model), and a new plan"
+            )
 
     def as_last(self) -> "Part":
         """Return the part as the last of a chain.
