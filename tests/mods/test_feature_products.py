@@ -156,3 +156,24 @@ def test_under_autocast_products_are_of_its_type() -> None:
         expected, found = model(x), torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     assert found.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=0.03, atol=0.05)
+
+
+@pytest.mark.parametrize("write", [lambda y: y.mul_(2.0), lambda y: torch._foreach_mul_([y], 3.0), lambda y: y[:, :2].zero_()])  # fmt: skip
+def test_features_that_are_written_to_afterwards_are_left(write: Callable[[Tensor], object]) -> None:
+    """Backward would read what was written: torch itself keeps the transposed copy that this mod avoids."""
+
+    class Written(Machine):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.detach() * 1.0
+            mixed = torch.einsum("bnd,nk->bdk", y, self.p)
+            write(y)
+            return self.last(torch.bmm(y, mixed).flatten(1))
+
+    torch.manual_seed(0)
+    model, x = Written("einsum"), torch.randn(5, 6, 4)
+    expected = step(model, x)[0], list(torch.autograd.grad(model(x).square().sum(), model.parameters()))
+    done = mods.apply(model, "feature_products", example=x)
+    assert "written to in place afterwards" in str(done)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = step(compiled, x)[0], list(torch.autograd.grad(compiled(x).square().sum(), model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

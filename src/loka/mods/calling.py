@@ -17,8 +17,9 @@ from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model
 from loka.units.undisturbed import set_mode, undisturbed
 
-# a mode calls this for every call it finds, with "" if the mod takes it, or with the reason why not
-Note = Callable[[str], None]
+# A mode calls this for every call it finds, with "" if the mod takes it, or with the reason why not. It returns the name
+# of the module whose forward is running; with None it does nothing else.
+Note = Callable[[str | None], str]
 
 
 def find_callers(
@@ -47,12 +48,13 @@ def find_callers(
     def leave(*_: Any) -> None:
         running.pop()
 
-    def note(why: str) -> None:
+    def note(why: str | None) -> str:
         name = running[-1] if running else ""
         if why and left is not None:
             left.add(name)
-        elif found.get(name) != "":
+        elif why is not None and found.get(name) != "":
             found[name] = why
+        return name
 
     try:
         with undisturbed(editor.model), torch.no_grad(), ExitStack() as stack:

@@ -166,7 +166,7 @@ def _fits(x: Tensor, matrix: Tensor, over: Any) -> bool:
 
 
 class _DetectWrites(_MultiplyFromLeft):
-    """Detects, in eager mode on the example, in-place writes between a mixture and its product with x.
+    """Detects, in eager mode on the example, in-place writes after a mixture: before its product with x, and at any time.
 
     This must be known beforehand, because in compiled code a mode does not see every write.
     """
@@ -175,11 +175,13 @@ class _DetectWrites(_MultiplyFromLeft):
         super().__init__()
         self.report = note
         self.versions: list[tuple[_Mixture, tuple[int, ...] | None]] = []
+        self.inside: list[str] = []  # the module that computed each of them
 
     def _mix(self, weight: Tensor, x: Tensor, transposed: bool) -> Tensor:
         y = super()._mix(weight, x, transposed)
         mixture = _Mixture(y, weight, x, transposed, torch.is_grad_enabled(), y.dtype)
         self.versions.append((mixture, _versions(mixture)))
+        self.inside.append(self.report(None))
         return y
 
     def _multiply_mixture(self, x: Tensor, made: Tensor, transposed: bool) -> Tensor | None:
@@ -187,6 +189,11 @@ class _DetectWrites(_MultiplyFromLeft):
             if made is mixture.made and x is mixture.x:
                 self.report("" if before is not None and before == _versions(mixture) else "written to")
         return None
+
+    def find_overwritten(self) -> set[str]:
+        """Return the modules whose x was written to by the end of the run."""
+        seen = zip(self.inside, self.versions, strict=True)
+        return {name for name, (mixture, before) in seen if before is not None and before[2] != mixture.x._version}
 
 
 def _versions(mixture: _Mixture) -> tuple[int, ...] | None:
@@ -216,8 +223,18 @@ class FeatureProducts:
     def rewrite(self, editor: Editor) -> None:
         """Rewrite modules whose forward multiplies a matrix over the features of a batch."""
         found = find_callers(editor, _MultiplyFromLeft)
+        detectors: list[_DetectWrites] = []
+
+        def detect(note: Note) -> _DetectWrites:
+            detectors.append(_DetectWrites(note))
+            return detectors[-1]
+
         written: set[str] = set()
-        multiplied = {name for name, _ in find_callers(editor, _DetectWrites, left=written)} if found else set()
+        multiplied = {name for name, _ in find_callers(editor, detect, left=written)} if found else set()
+        overwritten = {name for detector in detectors for name in detector.find_overwritten()}
         for name, module in found:
+            if name in overwritten:  # torch saves its transposed copy for backward, this mod the features themselves
+                editor.leave(name, "the features it multiplies are written to in place afterwards")
+                continue
             editor.mix(name, OverFeaturesCalls, loka_fuses=name in multiplied and name not in written)
             editor.change(name, f"{type(module).__name__}: multiplies over features where they lie", "rounding")
