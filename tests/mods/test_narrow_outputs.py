@@ -92,3 +92,13 @@ def test_a_head_over_a_concatenation_is_left() -> None:
     done = mods.apply(Joined(), "narrow_outputs", example=torch.randn(2, 8))
     assert not done.summary.changed
     assert "reads a concatenation" in done.summary.left[0].why
+
+
+def test_float64_stays_float64() -> None:
+    """Sums are in float32, which is not enough for it."""
+    torch.manual_seed(0)
+    model, x = make(2).double(), torch.randn(32, 8, dtype=torch.float64)
+    expected = step(model, x)
+    mods.apply(model, "narrow_outputs", example=x)
+    found = step(torch.compile(model, backend="aot_eager"), x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

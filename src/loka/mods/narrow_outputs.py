@@ -91,7 +91,8 @@ class FewOutputs(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        if not torch.compiler.is_compiling() or input.dim() < 2 or input.shape[-1] != self.in_features:
+        plain = input.dim() < 2 or input.shape[-1] != self.in_features or input.dtype == torch.float64
+        if not torch.compiler.is_compiling() or plain:  # sums are in float32
             return super().forward(input)  # type: ignore[no-any-return]
         return sum_products(input, self.weight, self.bias)
 
