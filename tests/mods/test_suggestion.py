@@ -52,7 +52,7 @@ def test_each_finding_speaks_for_its_mod():
     assert suggested(site("a", suggested="keep the prediction layer in high precision")) == {
         "protect_intermediates": ("a",)
     }
-    assert suggested(site("a", suggested="block_norm: normalise the input")) == {"block_norm": ("a",)}
+    assert suggested(site("a", suggested="block_norm: normalize the input")) == {"block_norm": ("a",)}
 
 
 def test_every_suggestion_names_a_mod_that_exists():

@@ -82,7 +82,7 @@ def test_a_slow_candidate_is_taken_apart() -> None:
 
 
 def test_the_three_sentences() -> None:
-    assert spell_slow(256, 20.0, 8.0, 11.0).endswith("quantisation (12.0 us) costs more than the GEMM saves (3.0 us)")
+    assert spell_slow(256, 20.0, 8.0, 11.0).endswith("quantization (12.0 us) costs more than the GEMM saves (3.0 us)")
     assert "no faster than bf16" in spell_slow(256, 20.0, 12.0, 11.0)
     assert "leaves little" in spell_slow(256, 10.0, 8.0, 11.0)
 

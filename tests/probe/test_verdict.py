@@ -120,7 +120,7 @@ def test_a_prediction_layer_is_protected() -> None:
 
 
 def test_a_slow_one_says_where_the_time_goes() -> None:
-    why = "K = 256: quantisation (9.0 us) costs more than the GEMM saves (3.0 us)"
+    why = "K = 256: quantization (9.0 us) costs more than the GEMM saves (3.0 us)"
     found = verdict(candidate(speedup=around(0.8)), explain_slow=lambda fastest: why)
     assert found.speed == "slow"
     assert why in found.reason

@@ -79,7 +79,9 @@ def probe(
         int, typer.Option(help="Held-out examples to measure the end metric on; 0: do not measure it.")
     ] = 8192,
     metric: Annotated[str | None, typer.Option(help="End metric, e.g. recall@10 for sequence models.")] = None,
-    max_error: Annotated[float, typer.Option(help="Limit of the forward error (MERE).")] = 0.2,
+    max_error: Annotated[
+        float, typer.Option(help="Limit of the forward error (MERE, the mean element-wise relative error).")
+    ] = 0.2,
     max_gradient_error: Annotated[float, typer.Option(help="Limit of the relative L2 error of gradients.")] = 0.1,
     min_speedup: Annotated[float, typer.Option(help="Smallest speedup over bf16 that counts as fast.")] = 1.05,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",

@@ -38,12 +38,12 @@ CANCELLING = 8.0  # terms this many times larger than their sum count as cancell
 MAX_CAUSES = 3
 
 MODS = {
-    "block_norm": "block_norm: normalise the input of this linear in fixed blocks",
+    "block_norm": "block_norm: normalize the input of this linear in fixed blocks",
     "no_bias": "no_bias: drop the bias that feeds this linear",
-    "norm_order": "norm_order: quantise after the norm, where the range is bounded",
+    "norm_order": "norm_order: quantize after the norm, where the range is bounded",
     "protect_intermediates": "protect_intermediates: keep this product in high precision",
     "align_shapes": "align_shapes: pad the widths to a multiple the kernels take",
-    "fuse": "fuse: let the producer of the operand quantise it",
+    "fuse": "fuse: let the producer of the operand quantize it",
 }
 
 

@@ -82,6 +82,6 @@ class Gate:
             for dtype in GATE_DTYPES:
                 found = judge_quantizer(engine.quantize, QuantizeCall(rows, k, spec, dtype), device)
                 if not found:
-                    return f"fails the conformance gate, quantising {dtype} to {spec}: {found.reason}"
+                    return f"fails the conformance gate, quantizing {dtype} to {spec}: {found.reason}"
         found = judge_backend("scaled_mm", engine.matmul, call, device)
         return None if found else f"fails the conformance gate {found.reason}"

@@ -226,7 +226,7 @@ class Observer:
                 self._note(self._loss.off)
             return self._loss.settle(loss)
         except Exception as error:
-            self._note(f"the loss could not be recognised: {type(error).__name__}: {error}")
+            self._note(f"the loss could not be recognized: {type(error).__name__}: {error}")
             return None
 
     @contextmanager

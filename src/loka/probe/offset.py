@@ -57,7 +57,7 @@ def _describe(column: int, values: Tensor) -> Alarm:
     mean, spread = float(values.mean()), float(values.std())
     size = abs(mean)
     text = f"column {column} of the input has mean {mean:.6g} and spread {spread:.3g}: FP8 moves its values by about {size * FP8_ROUNDING:.3g}"
-    helps = ["centre or standardise it before the linear"]
+    helps = ["center or standardize it before the linear"]
     if float(values.min()) > 0 and float(values.max() / values.median()) > SKEWED:
         helps.append("take its logarithm")
     helps.append("cut it into bins")

@@ -55,7 +55,7 @@ def fake_quantized(model: nn.Module, recipes: SiteRecipes) -> Iterator[None]:
             module = modules.get(site)
             if not isinstance(module, nn.Linear):
                 seen = "the model has no such module" if module is None else f"it is a {type(module).__name__}"
-                raise ValueError(f"{site}: {seen}; only an nn.Linear can be fake-quantised")
+                raise ValueError(f"{site}: {seen}; only an nn.Linear can be fake-quantized")
             operands = recipe_named(recipe).fprop
             if operands is not None:
                 handle = module.register_forward_hook(_make_hook(engine, operands), with_kwargs=True)

@@ -159,5 +159,5 @@ def spell_slow(k: int, whole: float, bare: float, bf16: float) -> str:
     if saved <= 0:
         return f"K = {k}: the bare product ({bare:.1f} us) is no faster than bf16 ({bf16:.1f} us)"
     if cost > saved:
-        return f"K = {k}: quantisation ({cost:.1f} us) costs more than the GEMM saves ({saved:.1f} us)"
-    return f"K = {k}: quantisation ({cost:.1f} us) leaves little of what the GEMM saves ({saved:.1f} us)"
+        return f"K = {k}: quantization ({cost:.1f} us) costs more than the GEMM saves ({saved:.1f} us)"
+    return f"K = {k}: quantization ({cost:.1f} us) leaves little of what the GEMM saves ({saved:.1f} us)"

@@ -201,4 +201,4 @@ def _judge_speed(
         return "fast", f"; {seen}", None
     why = explain_slow(fastest) if explain_slow is not None else None
     reason = f"; slow, {seen} does not exceed {min_speedup:g}" + (f": {why}" if why else "")
-    return "slow", reason, MODS["fuse"] if why and "quantisation" in why else None
+    return "slow", reason, MODS["fuse"] if why and "quantization" in why else None
