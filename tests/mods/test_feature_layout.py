@@ -144,3 +144,26 @@ def test_frozen_weights_get_no_gradient() -> None:
     model(x).sum().backward()
     assert model.compress.weight.grad is None
     assert model.shortcut.weight.grad is not None
+
+
+def test_features_that_are_written_to_afterwards_are_left() -> None:
+    """Backward would read what was written: torch itself keeps the transposed copy that this mod avoids."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1.0
+            mixed = self.mix(y.transpose(1, 2)).transpose(1, 2)
+            y.mul_(2.0)
+            return y * mixed
+
+    torch.manual_seed(0)
+    model, x = Written(), torch.randn(5, 6, 4)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    done = mods.apply(model, "feature_layout", example=x)
+    assert "written to in place afterwards" in str(done)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).square().sum(), list(model.parameters())), expected)

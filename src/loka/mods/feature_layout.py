@@ -12,16 +12,21 @@ compiler sees none. Parameters, names and the user's forward do not change. Prod
 rounding. A linear whose input or output is used in any other way is left unchanged.
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from loka.lowp.linear import refuse
 from loka.mods.editor import Editor
 from loka.nn.mix import compute_dtype, mix_features
 from loka.records.mods import ModClass
+from loka.units.example import call_model
 from loka.units.flow import Call, Flow
+from loka.units.undisturbed import undisturbed
 
 _TRANSPOSES = ("transpose", "permute", "t", "mT")
 
@@ -61,15 +66,39 @@ class FeatureLayout:
             editor.leave("", f"which operations surround its linears is not known: {flow.reason}")
             return
         makers = {value: call for call in flow.calls for value in call.outputs}
-        for name, module in list(editor.modules(nn.Linear)):
+        found = []
+        for name, module in editor.modules(nn.Linear):
             calls = flow.calls_of(name)
-            if not calls or not all(_is_transposed(flow, call, makers) for call in calls):
+            if calls and all(_is_transposed(flow, call, makers) for call in calls):
+                found.append((name, module))
+        overwritten = _find_overwritten(editor, found)
+        for name, module in found:
+            if name in overwritten:  # torch saves its transposed copy for backward, this mod the features themselves
+                editor.leave(name, "the features it multiplies are written to in place afterwards")
                 continue
             if why := refuse(module):
                 editor.leave(name, why)
                 continue
             editor.mix(name, OverFeatures)
             editor.change(name, "multiplies over features where they lie, without a transposed copy", "rounding")
+
+
+def _find_overwritten(editor: Editor, linears: Sequence[tuple[str, nn.Module]]) -> set[str]:
+    """Return the linears whose input is written to by the end of the example's run."""
+    if editor.example is None or not linears:
+        return set()
+    seen: list[tuple[str, Tensor, int]] = []
+
+    def note(name: str, x: Any) -> None:
+        if isinstance(x, Tensor) and not x.is_inference():  # inference tensors have no version counter
+            seen.append((name, x, x._version))
+
+    with undisturbed(editor.model), torch.no_grad(), ExitStack() as hooks:
+        for name, linear in linears:
+            handle = linear.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0] if args else None))
+            hooks.callback(handle.remove)
+        call_model(editor.model, editor.example)
+    return {name for name, x, version in seen if x._version != version}
 
 
 def _is_transposed(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:
