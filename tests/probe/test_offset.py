@@ -18,7 +18,7 @@ def test_the_worst_columns_are_named_with_their_numbers() -> None:
     assert (first.column, second.column) == (7, 3)
     assert second.mean == pytest.approx(40, abs=1)
     assert second.spread == pytest.approx(1, rel=0.1)
-    assert "standardise" in second.help
+    assert "standardize" in second.help
     assert "float32" in first.help  # a timestamp: bf16 moves it by months
     assert "float32" not in second.help
 
@@ -61,7 +61,7 @@ def test_a_year_is_unsafe_and_alarming_although_its_error_is_the_smallest(bias: 
     assert verdict.safety == "unsafe"
     assert [alarm.column for alarm in site.alarms] == [0]
     assert "column 0 of the input has mean 19" in verdict.reason
-    assert "standardise" in verdict.reason
+    assert "standardize" in verdict.reason
     assert any("column 0" in line for line in report.summary())
     assert verdict.suggested_mod is None or "no_bias" not in verdict.suggested_mod
     merits = {s: min(c.mere.value for c in report.site(s).candidates if c.gemm == "fprop" and c.mere) for s in ("0",)}
