@@ -239,3 +239,20 @@ def test_forward_mode_is_refused_and_not_lost(call: Any) -> None:
 
 def test_an_op_with_a_gradient_is_never_called_past_autograd() -> None:
     assert thrice not in op_module._functions
+
+
+def test_a_kernel_never_sees_a_tensor_whose_sign_is_not_in_memory() -> None:
+    """A Triton kernel would read the imaginary part of a conjugate with the wrong sign; the dispatcher resolves it."""
+    seen: list[bool] = []
+
+    @torch_op("test_signs")
+    def read(x: Tensor) -> Tensor:
+        seen.append(x.is_neg())
+        return x * 2
+
+    fake_of(read)(torch.empty_like)
+    z = torch.complex(torch.ones(3), torch.ones(3)).conj().imag
+    with torch.no_grad():
+        for call in (read, lambda x: invoke(read, x)):
+            assert torch.equal(call(z), torch.full((3,), -2.0))
+    assert seen == [False, False]

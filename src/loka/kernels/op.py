@@ -156,7 +156,11 @@ def _needs_dispatcher(args: tuple[Any, ...]) -> bool:
         return True
     if _tracing_state() is not None or _profiler_enabled() or forward_ad._current_level >= 0:
         return True
-    return not _PLAIN_TYPES.issuperset(map(type, args)) or bool(getattr(args[0], "is_meta", False))
+    if not _PLAIN_TYPES.issuperset(map(type, args)):
+        return True
+    # a kernel reads memory, where the sign of a lazily negated tensor (`z.conj().imag`) is not; the dispatcher applies it
+    first = args[0]
+    return isinstance(first, Tensor) and (first.is_meta or first.is_neg())
 
 
 def _fill_absent_results(function: Function) -> Function:
