@@ -71,7 +71,9 @@ def test_a_weight_of_more_bits_is_cast_and_its_gradient_is_not(name: str, device
 @every_backend
 def test_a_long_batch_does_not_overflow_the_gradient_of_the_weight(name: str, device: torch.device) -> None:
     supported(name, 8, 16, 3, torch.float16, device)
-    x = (8 * torch.randn(24, 8, 16, device=device).abs()).half()  # large values of few examples: the interpreter is slow
+    x = (
+        8 * torch.randn(24, 8, 16, device=device).abs()
+    ).half()  # large values of few examples: the interpreter is slow
     weight = (torch.randn(3, 8, device=device) / 8).requires_grad_()
     mixed_dots(x, weight, backend=name).float().sum().backward()
     twin = weight.detach().double().requires_grad_()

@@ -99,7 +99,9 @@ def test_what_harms_is_refused_with_numbers_and_nothing_is_changed() -> None:
         loka.tune(trained(), batches(), loss, margin=0.02, progress=False).plan.explain("items")
 
 
-def test_a_table_that_is_dropped_with_everything_together_is_not_called_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_is_dropped_with_everything_together_is_not_called_converted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Within the margin alone, and not together with the rest: row, note and plan say the same."""
     beyond = Interval(value=0.5, low=0.4, high=0.6)
     monkeypatch.setattr("loka.tuning.tables.swap", lambda *given: beyond)

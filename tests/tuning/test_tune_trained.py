@@ -96,7 +96,9 @@ def test_a_run_that_ends_apart_drops_the_unit_of_the_largest_predicted_harm(monk
     assert placed(model) == seen[1]
     (left,) = [unit for unit in tuned.record.units if unit.linears == worst.linears]
     assert left.way == "high"
-    assert left.reason.startswith("after 6 training steps with it, the metric moved by +20.0000% [+10.0000%, +30.0000%]")
+    assert left.reason.startswith(
+        "after 6 training steps with it, the metric moved by +20.0000% [+10.0000%, +30.0000%]"
+    )
     assert tuned.record.training_change == ALIKE
     (rest,) = [unit for unit in tuned.record.units if unit.way != "high"]
     assert tuned.record.metric_change == rest.metric_change, "of what runs, not of what was measured before a unit left"
