@@ -66,3 +66,11 @@ def test_what_is_tuned_for_serving_is_served(tmp_path: Path) -> None:
     converted = [name for name, _ in chains_of(loaded.model)] + [name for name, _ in linears_of(loaded.model)]
     assert converted, "nothing is in low precision: the test would show nothing"
     assert open_model(out / "ranker").buckets
+
+
+def test_data_options_reach_the_data(tmp_path: Path) -> None:
+    words = ["tune", f"{HERE}:factory", "--data", f"{HERE}:batches", "--data-option", "rows=9", "--out", str(tmp_path)]
+    refused = CliRunner().invoke(app, words, obj={})
+    assert "it takes no data options" in str(refused.exception)
+    words = ["tune", "dlrm:tiny", "--data", "synthetic", "--data-option", "rows=0", "--out", str(tmp_path)]
+    assert "rows >= 1" in str(CliRunner().invoke(app, words, obj={}).exception)

@@ -65,6 +65,7 @@ def tune(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
+    data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=1000.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
@@ -82,7 +83,8 @@ def tune(
         raise ValueError(f"--row-factor {row_factor:g} needs --target, the GPU it refers to")
 
     subject = load_subject(
-        model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_)
+        model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_),
+        data_options=parse_options(data_option),
     )  # fmt: skip
     if checkpoint is not None:
         load_weights_from(subject.model, checkpoint, "--checkpoint")
@@ -118,7 +120,9 @@ def tune(
     typer.echo(records.to_json(tuned.record).decode() if json_ else str(tuned))
     if serve and target is None:
         _write_ranker(tuned, subject, out / "ranker", parse_options(set_))
-    made = [out / name for name in ("plan.json", "conversion.json", "tuning.json", "report.html", "ranker")]
+    made = [
+        out / name for name in ("plan.json", "conversion.json", "tuning.json", "evidence.json", "report.html", "ranker")
+    ]
     typer.echo(f"written: {', '.join(str(path) for path in made if path.exists())}", err=True)
     if tuned.conversion is None:
         raise typer.Exit(1)
