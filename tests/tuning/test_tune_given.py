@@ -346,14 +346,41 @@ class Recomputing(nn.Module):
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_may_cut_a_chain(reentrant: bool, ends: bool) -> None:
-    """Called from its middle in backward, a chain would end the first step of training; where nothing is computed again it runs as it is."""
+    """A chain ends where a reentrant checkpoint begins, whose backward calls what is inside it alone; otherwise it runs as it is."""
     torch.manual_seed(0)
     model = Recomputing(reentrant, ends)
     twin = copy.deepcopy(model)
     tuned = tune(model, BATCHES, loss)
     first = next(unit for unit in tuned.record.units if unit.name == "a")
-    apart = reentrant and ends
-    assert (first.way, "in a checkpoint" in first.reason) == (("rowwise", True) if apart else ("chain", False))
+    assert first.way == "chain"
+    assert ("c" in first.linears) == (not reentrant)
+    for one in (model, twin):
+        loss(one(BATCHES[0][0]), BATCHES[0][1]).mean().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() < 0.5 * q.grad.norm()
+
+
+class Regularized(nn.Module):
+    """Reads a hidden state, but only where gradients are enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.a(x))
+        y = self.last(F.relu(self.b(h))).squeeze(-1)
+        return y + 0.01 * h.mean(1) if torch.is_grad_enabled() else y
+
+
+def test_a_chain_that_only_a_training_step_reads_is_taken_apart() -> None:
+    """Discovery runs without gradients and cannot see it; the rehearsed step does."""
+    torch.manual_seed(0)
+    model = Regularized()
+    twin = copy.deepcopy(model)
+    tuned = tune(model, BATCHES, loss)
+    first = next(unit for unit in tuned.record.units if unit.name == "a")
+    assert (first.way, "in another order" in first.reason) == ("rowwise", True)
     for one in (model, twin):
         loss(one(BATCHES[0][0]), BATCHES[0][1]).mean().backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
