@@ -41,7 +41,9 @@ class _SumProducts(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
-        return torch.stack([(wide * row).sum(-1) for row in weight.float().unbind()], -1).to(x.dtype)
+        y = torch.stack([(wide * row).sum(-1) for row in weight.float().unbind()], -1)
+        # not `y.to(y.dtype)`: torch 2.11 compiles a forward that ends in a cast to its own dtype to zero gradients
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
