@@ -143,7 +143,8 @@ class _ReduceRows(torch.autograd.Function):
         total = partial.new_zeros(splits[rank] * width, dtype=torch.float32)
         for data in torch.split(received, mine):
             total += codec.decode(data, total.numel())
-        return total.view(splits[rank], width).to(partial.dtype)
+        total = total.view(splits[rank], width)
+        return total if total.dtype == partial.dtype else total.to(partial.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
