@@ -16,8 +16,8 @@ LIMIT = 600  # seconds of a file
 def run_interpreted(file: str, chosen: str = "triton") -> None:
     """The tests of `file` whose names match `chosen`; at least one must run, and all that run must pass."""
     triton = pytest.importorskip("triton", exc_type=ImportError)
-    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 5):
-        pytest.skip("Triton's interpreter before 3.7 makes scalars of arrays, which NumPy refuses since 2.5")
+    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
+        pytest.skip("Triton's interpreter before 3.7 makes scalars of arrays, which NumPy refuses since 2.4")
     arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen, file]
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "said"
