@@ -525,15 +525,17 @@ def test_one_linear_with_its_activation(epilogue: str, bias: bool) -> None:
             torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("at", "name"), [(1, "eps"), (4, "negative_slope")])
-def test_a_number_that_changes_after_conversion_is_noticed(at: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "name", "value"), [(1, "eps", 0.5), (4, "negative_slope", 0.5), (6, "approximate", "tanh")]
+)
+def test_an_option_that_changes_after_conversion_is_noticed(at: int, name: str, value: float | str) -> None:
     """The kernels use those that the chain was found with."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64), nn.LeakyReLU(0.1), nn.Linear(64, 1))  # fmt: skip
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64), nn.LeakyReLU(0.1), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))  # fmt: skip
     x = torch.randn(32, 64)
     loka.convert(model, loka.placing.plan_everything(model, x))
     expected, before = model(x), getattr(model[at], name)
-    setattr(model[at], name, 0.5)
-    with pytest.raises(ValueError, match=f"{name} 0.5, but the chain was found with"):
+    setattr(model[at], name, value)
+    with pytest.raises(ValueError, match=f"{name} {value}, but the chain was found with {before}"):
         model(x)
     setattr(model[at], name, before)
     assert torch.equal(model(x), expected)

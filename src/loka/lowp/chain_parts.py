@@ -65,18 +65,23 @@ class Part:
         return check_p(float(p or 0.0), f"the dropout after {self.link.linear}")
 
     def _check_unchanged(self, module: nn.Module) -> None:
-        """Raise if a norm or an activation was given another number since the chain was placed."""
+        """Raise if an option of a norm or an activation was changed since the chain was placed."""
         link = self.link
+        name: str
+        now: float | str
+        before: float | str
         if isinstance(module, nn.LeakyReLU):
             name, now, before = "negative_slope", module.negative_slope, link.slope
+        elif isinstance(module, nn.GELU):
+            name, now, before = "approximate", module.approximate, "tanh" if link.activation == "gelu_tanh" else "none"
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.eps is not None:
             name, now, before = "eps", module.eps, link.eps
         else:
             return
         if now != before:
             raise ValueError(
-                f"the {type(module).__name__} after {link.linear} has {name} {now:g}, but the chain was found with "
-                f"{before:g}; hint: loka.revert(model), and a new plan"
+                f"the {type(module).__name__} after {link.linear} has {name} {now}, but the chain was found with "
+                f"{before}; hint: loka.revert(model), and a new plan"
             )
 
     def as_last(self) -> "Part":
