@@ -133,6 +133,7 @@ JOBS = (
     gpu("libraries", "libraries", "device_libraries.py --out {out}", 200),
     gpu("sweep", "sweep", "device_libraries.py --out {out} --sweep 400", 300),
     gpu("attention", "attention", "attention_h200.py --seconds 60 --out {out}", 120),
+    gpu("attention-fp8", "attention_fp8", "attention_fp8.py --seconds 120 --out {out}", 180),
     gpu("layouts", "models", "models.py --out {out}", 300),
     gpu("probe", "probe_overhead", "probe_overhead.py --out {out} --seconds 300", 360),
     gpu("tables", "tables", "tables_h200.py --seconds 60 --out {out}", 120),

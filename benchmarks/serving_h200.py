@@ -518,11 +518,9 @@ class Ranking(Bench):
         if self.device.type == "cuda":
             ranker = ranker.to(torch.bfloat16)
         facts = self.lower(ranker, schema) if variant == "fp8" else {}
-        if not self.a.no_compile:
-            ranker.core = torch.compile(ranker.core, dynamic=False)
         info = RankerInfo(name="wukong", family="wukong", size=self.a.size or "plain", options={}, factory=None, dense=[], columns=[], labels=["click"], link="sigmoid", environment=capture_environment())  # fmt: skip
         buckets = tuple(int(word) for word in self.a.buckets.split(","))
-        model = RankingModel(RankerBundle(ranker, schema, info), rows=buckets, device=self.device, version=variant)
+        model = RankingModel(RankerBundle(ranker, schema, info), rows=buckets, device=self.device, version=variant, compiled=not self.a.no_compile)  # fmt: skip
         model.warm()
         self.report["models"][variant] = {"parameters": sum(p.numel() for p in ranker.parameters()), **facts}
         return model

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kernels.interpreter import run_interpreted
 from loka.kernels import BACKENDS, registry
 from loka.kernels.backend import UnsupportedError
-from loka.kernels.mixed_dots import MixedDotsCall, mixed_dots
+from loka.kernels.mixed_dots import MixedDotsCall, mix_and_multiply, mixed_dots
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 every_backend = pytest.mark.parametrize("name", BACKENDS["mixed_dots"])
@@ -54,6 +54,29 @@ def test_is_two_products(name: str, dtype: torch.dtype, b: int, n: int, d: int, 
         assert leaf.grad.dtype == dtype
         assert gap(leaf.grad, twin.grad) <= 2 * TOLERANCE[dtype]
         assert gap(1.1 * leaf.grad, twin.grad) > 2 * TOLERANCE[dtype]
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "d", "k", "m"), [(27, 16, 5, 12), (9, 33, 0, 3), (17, 20, 4, 130), (8, 16, 3, 0)])
+def test_other_mixtures_come_with_the_products(name: str, dtype: torch.dtype, n: int, d: int, k: int, m: int, device: torch.device) -> None:  # fmt: skip
+    """130 mixtures are more than the kernel holds."""
+    supported(name, n, d, k, dtype, device)
+    torch.manual_seed(0)
+    x = torch.randn(3, n, d, device=device).to(dtype).requires_grad_()
+    weight, mixing = ((torch.randn(r, n, device=device) / n**0.5).to(dtype).requires_grad_() for r in (k, m))
+    found = mix_and_multiply(x, weight, mixing, backend=name)
+    twins = [t.detach().double().requires_grad_() for t in (x, weight, mixing)]
+    expected = exact(*twins[:2]), twins[2] @ twins[0]
+    gradients = [torch.randn_like(y) for y in found]
+    torch.autograd.backward(found, gradients)
+    torch.autograd.backward(expected, [g.double() for g in gradients])
+    seen = [(y.detach(), e.detach()) for y, e in zip(found, expected, strict=True)]
+    for y, twin in [*seen, *((t.grad, e.grad) for t, e in zip((x, weight, mixing), twins, strict=True))]:
+        assert y.dtype == dtype
+        assert y.shape == twin.shape
+        if y.numel():
+            assert gap(y, twin) <= 2 * TOLERANCE[dtype]
 
 
 @every_backend
@@ -131,6 +154,8 @@ def test_compiled_it_is_one_graph(name: str, device: torch.device) -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"x is \(2, 9, 16\) and mixing \(9, 3\), expected \[B, n, d\] and \[m, n\]"):
+        mix_and_multiply(torch.zeros(2, 9, 16), torch.zeros(4, 9), torch.zeros(9, 3))
     with pytest.raises(ValueError, match=r"x is \(2, 9, 16\) and weight \(9, 4\), expected \[B, n, d\] and \[k, n\]"):
         mixed_dots(torch.zeros(2, 9, 16), torch.zeros(9, 4))
 

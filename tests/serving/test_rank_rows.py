@@ -9,6 +9,7 @@ from loka.models import build_ranker
 from loka.records import RankerInfo, capture_environment
 from loka.serving import FieldError, RankerBundle, RankingModel, RankRequest
 from loka.serving.rank_rows import Columns, RowReader, join
+from loka.serving.ranker import find_best
 
 SCHEMA = Schema(("price", "age"), (Field("user", 10), Field("item", 100)), (), ("click",))
 
@@ -71,3 +72,14 @@ def test_a_batch_scores_as_its_requests_do_alone() -> None:
     alone = np.concatenate([served.score(8, [job.data]) for job in jobs])
     np.testing.assert_array_equal(together, alone)
     assert len(np.unique(together)) == 5
+
+
+def test_the_best_rows_are_those_of_a_stable_sort() -> None:
+    """Also with equal scores, NaN and infinities, and more wanted than there are."""
+    draw = np.random.default_rng(0)
+    for n in (1, 7, 300):
+        for kind in range(40):
+            scores = draw.integers(0, 6, n).astype(np.float32) if kind % 2 else draw.normal(size=n).astype(np.float32)
+            scores[draw.random(n) < 0.1 * (kind % 4)] = (np.nan, np.inf, -np.inf)[kind % 3]
+            count = int(draw.integers(1, n + 3))
+            assert np.array_equal(find_best(scores, count), np.argsort(-scores, kind="stable")[:count])

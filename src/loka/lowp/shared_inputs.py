@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from loka.formats import QTensor
 from loka.lowp.chain import Chain, chains_of
 from loka.nn.mixing import mix, unmix
+from loka.nn.wrapping import find_holder
 from loka.nn.writing import writes
 
 SHARED = "loka_shared_inputs"  # attribute of the module that contains the chains: its SharedInputs
@@ -135,7 +136,7 @@ def share_inputs(model: nn.Module) -> list[tuple[str, ...]]:
         shared, first = SharedInput(), group[0][1]
         for _, chain in group:
             chain.input, chain.shared = first.input, shared
-        holder = _holder(model, [name for name, _ in group])
+        holder = model.get_submodule(find_holder([name for name, _ in group], model))
         if SHARED not in holder.__dict__:
             holder.__dict__[SHARED] = []
             holder.__class__ = mix(type(holder), _Sharing)
@@ -156,15 +157,3 @@ def unshare_inputs(model: nn.Module) -> None:
             module.__class__ = unmix(type(module), _Sharing)
     for _, chain in chains_of(model):
         chain.shared = None
-
-
-def _holder(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Return the innermost module that contains all of them and has a forward."""
-    common = names[0].split(".")[:-1]
-    for name in names[1:]:
-        parts = name.split(".")
-        while parts[: len(common)] != common:
-            common.pop()
-    while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
-        common.pop()
-    return model.get_submodule(".".join(common))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from loka.lowp.linear import refuse
 from loka.mods.editor import Editor
+from loka.mods.sharing import SHARED, SharedFeatures
 from loka.nn.mix import compute_dtype, mix_features
 from loka.records.mods import ModClass
 from loka.units.example import call_model
@@ -41,8 +42,11 @@ class OverFeatures(nn.Module):
         """[B, d, n] -> [B, d, m], both views of contiguous tensors [B, n, d] and [B, m, d]."""
         if input.dim() != 3:  # unlike on the example
             return super().forward(input)  # type: ignore[no-any-return]
-        x = input.transpose(-1, -2)
-        y = mix_features(self.weight, x.to(compute_dtype(x)))
+        shared: SharedFeatures | None = self.__dict__.get(SHARED)
+        y = None if shared is None else shared.find_mixture(self, input)
+        if y is None:
+            x = input.transpose(-1, -2)
+            y = mix_features(self.weight, x.to(compute_dtype(x)))
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)[:, None]
         return y.transpose(-1, -2)

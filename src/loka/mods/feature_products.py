@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from loka.mods.calling import Note, find_callers, find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
 from loka.mods.fused_dots import is_transpose
+from loka.mods.sharing import SHARED, SharedFeatures
 from loka.nn.mix import compute_dtype, mix_features, multiply_mixtures, without_autocast
 from loka.nn.writing import writes
 from loka.records.mods import ModClass
@@ -33,6 +34,8 @@ class _Mixture(NamedTuple):
     """A mixture W x of features that a forward has computed."""
 
     made: Tensor  # the returned tensor
+    matrix: Tensor  # W, or W^T if `turned`, as the forward has it
+    turned: bool
     weight: Tensor
     x: Tensor
     transposed: bool  # whether `made` is (W x)^T
@@ -47,10 +50,11 @@ class _MultiplyFromLeft(TorchFunctionMode):
     recorded tensors, because they may no longer hold what was computed.
     """
 
-    def __init__(self, note: Note | None = None, *, fuses: bool = False) -> None:
+    def __init__(self, note: Note | None = None, *, fuses: bool = False, shared: SharedFeatures | None = None) -> None:
         super().__init__()
         self.note = note  # called for every product found
         self.fuses = fuses
+        self.shared = shared  # what else reads the same features
         self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
         self.mixtures: list[_Mixture] = []
         self.saving = find_saving_hooks()
@@ -92,12 +96,12 @@ class _MultiplyFromLeft(TorchFunctionMode):
         over = matrix.shape[-1:] if transposed_matrix else matrix.shape[:1]
         if not _fits(x, matrix, over):
             return None
-        return self._mix(matrix if transposed_matrix else matrix.mT, x, transposed_result)
+        return self._mix(matrix, not transposed_matrix, x, transposed_result)
 
     def _replace_matmul(self, a: Any, b: Any) -> Tensor | None:
         for transpose, x in self.transposes:
             if a is transpose and _fits(x, b, b.shape[:1] if b.dim() else ()):
-                return self._mix(b.mT, x, True)
+                return self._mix(b, True, x, True)
         found = self._multiply_mixture(a, b, True)
         if found is not None:
             return found
@@ -106,17 +110,20 @@ class _MultiplyFromLeft(TorchFunctionMode):
                 return self._multiply_mixture(a, source, False)
         return None
 
-    def _mix(self, weight: Tensor, x: Tensor, transposed: bool) -> Tensor:
-        """Return W x, or its transpose, for W [k, n] and x [B, n, d]."""
+    def _mix(self, matrix: Tensor, turned: bool, x: Tensor, transposed: bool) -> Tensor:
+        """Return W x, or its transpose, for W [k, n], which is the matrix or, `turned`, its transpose, and x [B, n, d]."""
         if self.note is not None:
             self.note("")
+        weight = matrix.mT if turned else matrix
         wide = x.to(compute_dtype(x))
         with without_autocast(x):
             y = mix_features(weight, wide)
         y = y.mT if transposed else y
-        if self.fuses and torch.compiler.is_compiling():
+        if self.fuses and (torch.compiler.is_compiling() or (self.shared is not None and self.shared.noting)):
             # not in eager mode: the mixture is computed already, and one product is cheaper than two
-            self.mixtures.append(_Mixture(y, weight, x, transposed, torch.is_grad_enabled(), wide.dtype))
+            self.mixtures.append(
+                _Mixture(y, matrix, turned, weight, x, transposed, torch.is_grad_enabled(), wide.dtype)
+            )
         return y
 
     def _multiply_mixture(self, x: Tensor, made: Tensor, transposed: bool) -> Tensor | None:
@@ -124,7 +131,8 @@ class _MultiplyFromLeft(TorchFunctionMode):
         for mixture in self.mixtures:
             same = made is mixture.made and x is mixture.x and transposed == mixture.transposed
             if same and (mixture.grad, mixture.dtype) == (torch.is_grad_enabled(), compute_dtype(x)):
-                return multiply_mixtures(x, mixture.weight)
+                found = None if self.shared is None else self.shared.find_products(x, mixture.matrix, mixture.turned)
+                return multiply_mixtures(x, mixture.weight) if found is None else found
         return None
 
 
@@ -177,9 +185,9 @@ class _DetectWrites(_MultiplyFromLeft):
         self.versions: list[tuple[_Mixture, tuple[int, ...] | None]] = []
         self.inside: list[str] = []  # the module that computed each of them
 
-    def _mix(self, weight: Tensor, x: Tensor, transposed: bool) -> Tensor:
-        y = super()._mix(weight, x, transposed)
-        mixture = _Mixture(y, weight, x, transposed, torch.is_grad_enabled(), y.dtype)
+    def _mix(self, matrix: Tensor, turned: bool, x: Tensor, transposed: bool) -> Tensor:
+        y = super()._mix(matrix, turned, x, transposed)
+        mixture = _Mixture(y, matrix, turned, matrix, x, transposed, torch.is_grad_enabled(), y.dtype)
         self.versions.append((mixture, _versions(mixture)))
         self.inside.append(self.report(None))
         return y
@@ -198,7 +206,7 @@ class _DetectWrites(_MultiplyFromLeft):
 
 def _versions(mixture: _Mixture) -> tuple[int, ...] | None:
     """Return the version counters of the tensors; None for inference tensors, which have none."""
-    tensors = mixture.made, mixture.weight, mixture.x
+    tensors = mixture.made, mixture.matrix, mixture.x
     return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
 
@@ -209,7 +217,7 @@ class OverFeaturesCalls(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward under the mode."""
-        with _MultiplyFromLeft(fuses=self.loka_fuses):
+        with _MultiplyFromLeft(fuses=self.loka_fuses, shared=self.__dict__.get(SHARED)):
             return super().forward(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from loka.mods.no_bias import NoBias
 from loka.mods.norm_order import NormOrder
 from loka.mods.protect_intermediates import ProtectIntermediates
 from loka.mods.protect_residual import ProtectResidual
+from loka.mods.shared_features import ShareFeatures
 from loka.mods.weighted_sums import SumWeighted
 
 MODS: dict[str, type[Mod]] = {
@@ -29,6 +30,7 @@ MODS: dict[str, type[Mod]] = {
     "align_shapes": AlignShapes,
     "feature_layout": FeatureLayout,
     "feature_products": FeatureProducts,
+    "shared_features": ShareFeatures,
     "fused_dots": FuseDots,
     "attention_layout": AttentionLayout,
     "narrow_outputs": NarrowOutputs,
@@ -36,7 +38,15 @@ MODS: dict[str, type[Mod]] = {
     "fuse": Fuse,
 }
 # the same function up to rounding, and never slower: `loka.tune` and `plan_everything` apply these by default
-FREE = ("feature_layout", "feature_products", "fused_dots", "attention_layout", "narrow_outputs", "weighted_sums")
+FREE = (
+    "feature_layout",
+    "feature_products",
+    "shared_features",
+    "fused_dots",
+    "attention_layout",
+    "narrow_outputs",
+    "weighted_sums",
+)
 # the architecture changes that `loka.tune(architecture=True)` applies; the model must be trained with them
 CORE = ("no_bias", "block_norm", "hard_swish")
 

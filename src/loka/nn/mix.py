@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.kernels.dots import dots
-from loka.kernels.mixed_dots import mixed_dots
+from loka.kernels.mixed_dots import mix_and_multiply, mixed_dots
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -181,6 +181,16 @@ def multiply_mixtures(x: Tensor, weight: Tensor) -> Tensor:
     x = x.to(compute_dtype(x))
     with torch.autocast(x.device.type, enabled=False):
         return mixed_dots(x, weight)
+
+
+def multiply_and_mix(x: Tensor, weight: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x (W x)^T [B, n, k] and V x [B, m, d] of x [B, n, d], weight [k, n] and mixing [m, n] in one pass over x.
+
+    Both are in autocast's dtype if enabled.
+    """
+    x = x.to(compute_dtype(x))
+    with torch.autocast(x.device.type, enabled=False):
+        return mix_and_multiply(x, weight, mixing)
 
 
 class FactorizationMachine(nn.Module):

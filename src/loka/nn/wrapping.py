@@ -8,7 +8,7 @@ FSDP2 (`fully_shard`) changes classes in place and adds no names, so there is no
 parameters, which hides the weights, and is not supported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -118,3 +118,27 @@ def own_parameters(module: nn.Module) -> Iterator[Tensor]:
     for name, parameter in module._parameters.items():
         if parameter is not None and name not in lent:
             yield parameter
+
+
+def find_holder(names: Sequence[str], model: nn.Module) -> str:
+    """Return the name of the innermost module that contains all the named ones and has a forward.
+
+    Args:
+        names: of modules inside the model.
+        model: unwrapped.
+
+    Returns:
+        The name; "" for the model itself.
+
+    Example:
+        >>> find_holder(["layers.0.gate", "layers.0.experts.3"], model)
+        'layers.0'
+    """
+    common = names[0].split(".")[:-1]
+    for name in names[1:]:
+        parts = name.split(".")
+        while parts[: len(common)] != common:
+            common.pop()
+    while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
+        common.pop()
+    return ".".join(common)

@@ -189,7 +189,7 @@ class RankingModel:
         rows = ids = None
         if request.top is not None:
             column = labels.index(request.label) if request.label else 0
-            best = np.argsort(-scores[:, column], kind="stable")[: request.top]
+            best = find_best(scores[:, column], request.top)
             scores, rows = scores[best], best.tolist()
             ids = None if request.ids is None else [request.ids[i] for i in rows]
         values = {label: scores[:, i].tolist() for i, label in enumerate(labels)}
@@ -228,6 +228,21 @@ class RankingModel:
         if answer.rows is not None:
             out["rows"] = np.array(answer.rows, dtype=np.int64)
         return out
+
+
+def find_best(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Return the rows of the highest scores, best first; of equal scores the earlier row first, and NaN last.
+
+    The same as the first `count` of a stable sort, in less than half the time; the GPU waits meanwhile.
+    """
+    if count >= len(scores):
+        return np.argsort(-scores, kind="stable")
+    least = -np.partition(-scores, count - 1)[count - 1]
+    if np.isnan(least):
+        return np.argsort(-scores, kind="stable")[:count]
+    above, equal = np.flatnonzero(scores > least), np.flatnonzero(scores == least)
+    best = np.concatenate([above, equal[: count - len(above)]])
+    return best[np.argsort(-scores[best], kind="stable")]
 
 
 def _jagged(rows: Sequence[NDArray[np.int64]], device: torch.device) -> Jagged:

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from loka.kernels.backend import Verdict, no
 from loka.kernels.mixed_dots.call import MixedDotsCall
+from loka.kernels.mixed_dots.torch import mix, sum_products
 from loka.kernels.op import invoke
 from loka.kernels.triton_device import triton_multiplies_on
 
-MOST_VECTORS, MOST_MIXTURES = 128, 64
+MOST_VECTORS, MOST_MIXTURES, MOST_RESULTS = 128, 64, 128
 MOST_NUMBERS = 128 * 256  # elements of an example, padded to powers of two, that fit into shared memory with the rest
 
 
@@ -24,17 +25,39 @@ def supports(call: MixedDotsCall, device: torch.device) -> Verdict:
     return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16)
 
 
-def run(x: Tensor, weight: Tensor) -> Tensor:
-    """See `loka.kernels.mixed_dots.mixed_dots`. The weight has x's dtype."""
+def run(x: Tensor, weight: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """See `loka.kernels.mixed_dots.mix_and_multiply`. Both weights have x's dtype."""
     from loka.kernels.mixed_dots import triton_ops
 
-    result: Tensor = invoke(triton_ops.mixed_dots, x.contiguous(), weight.contiguous())
-    return result
+    x, inside = x.contiguous(), mixing if _holds(mixing) else None
+    products, mixed = invoke(triton_ops.mixed_dots, x, weight.contiguous(), _contiguous(inside))
+    if mixing is None:
+        return products, None
+    return products, mixed if inside is not None else mix(x, mixing)
 
 
-def gradient(dp: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dx [B, n, d] in x's dtype and dW [k, n] in float32."""
+def gradient(
+    dp: Tensor, dz: Tensor | None, x: Tensor, weight: Tensor, mixing: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return dx [B, n, d] in x's dtype, and dW [k, n] and dV [m, n] in float32."""
     from loka.kernels.mixed_dots import triton_ops
 
-    dx, dw = invoke(triton_ops.mixed_dots_gradient, dp.contiguous(), x.contiguous(), weight.contiguous())
-    return dx, dw
+    x, inside = x.contiguous(), mixing if _holds(mixing) else None
+    given = None if inside is None else _contiguous(dz)
+    dx, dw, dv = invoke(
+        triton_ops.mixed_dots_gradient, dp.contiguous(), given, x, weight.contiguous(), _contiguous(inside)
+    )
+    if mixing is None or dz is None:
+        return dx, dw, None
+    if inside is not None:
+        return dx, dw, dv
+    return dx + mix(dz, mixing.mT), dw, sum_products(dz, x)
+
+
+def _holds(mixing: Tensor | None) -> bool:
+    """Check whether the mixtures that are results fit into the kernel; more of them are a batched product."""
+    return mixing is not None and mixing.shape[0] <= MOST_RESULTS
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

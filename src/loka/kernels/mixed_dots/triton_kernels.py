@@ -1,10 +1,10 @@
-"""Products with mixtures: a program loops over examples. Memory-bound: x and the products are read or written once.
+"""Products with mixtures: a program loops over examples. Memory-bound: x and the results are read or written once.
 
-    Y = W X [k, d],   P = X Y^T [n, k]
-    dY = dP^T X,      dX = dP Y + W^T dY,      dW += dY X^T
+    Y = W X [k, d],   P = X Y^T [n, k],                 Z = V X [m, d] (optional: mixtures that are results themselves)
+    dY = dP^T X,      dX = dP Y + W^T dY + V^T dZ,      dW += dY X^T,      dV += dZ X^T
 
-As batched GEMMs of 24 columns these read x twice forward and four times backward, and write Y and dY, at a fraction of
-the memory bandwidth: no library has tiles for them.
+As batched GEMMs of 24 columns these read x three times forward and six times backward, and write Y and dY, at a
+fraction of the memory bandwidth: no library has tiles for them.
 """
 
 import torch
@@ -17,10 +17,12 @@ from loka.kernels.strides import next_power_of_2
 from loka.kernels.tile import INTERPRETED, multiply
 from loka.kernels.triton_launcher import quick
 
-# (programs per multiprocessor, warps, stages) by the largest number of elements of an example: up to 16,384 the fastest
-# of a sweep on an H200, beyond it what fits into shared memory.
+# (programs per multiprocessor, warps, stages) by the largest number of elements of an example, without V and with it:
+# up to 16,384 the fastest of a sweep on an H200, beyond it what fits into shared memory.
 FORWARD = {8192: (3, 4, 3), 16384: (2, 8, 3), 32768: (1, 8, 2)}
+FORWARD_MIXING = {8192: (3, 4, 3), 16384: (1, 8, 3), 32768: (1, 8, 1)}
 GRADIENT = {8192: (2, 4, 3), 16384: (1, 8, 3), 32768: (1, 8, 1)}
+GRADIENT_MIXING = {8192: (2, 8, 2), 16384: (1, 8, 2), 32768: (1, 16, 1)}
 
 
 @triton.jit
@@ -40,24 +42,31 @@ def _store(ptr, value, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constex
 
 @quick
 @triton.jit
-def _forward(x_ptr, weight_ptr, out_ptr, B, N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-             PREROUND: tl.constexpr):  # fmt: skip
+def _forward(x_ptr, weight_ptr, mixing_ptr, out_ptr, mixed_ptr, B, N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+             BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     weight = _load(weight_ptr, N, K, N, BK, BN)
+    if M:
+        mixing = _load(mixing_ptr, N, M, N, BM, BN)
     for example in tl.range(tl.program_id(0), B, tl.num_programs(0)):
         at = tl.full((), 0, tl.int64) + example
         x = _load(x_ptr + at * N * D, D, N, D, BN, BD)
         mixtures = multiply(weight, x, PREROUND).to(x.dtype)
         products = multiply(x, tl.trans(mixtures), PREROUND)
         _store(out_ptr + at * N * K, products.to(x.dtype), N, K, BN, BK)
+        if M:
+            _store(mixed_ptr + at * M * D, multiply(mixing, x, PREROUND).to(x.dtype), M, D, BM, BD)
 
 
 @quick
 @triton.jit
-def _gradient(dp_ptr, x_ptr, weight_ptr, dx_ptr, dw_ptr, B, N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-              PREROUND: tl.constexpr):  # fmt: skip
-    """Compute dx and this program's part of dW."""
+def _gradient(dp_ptr, dz_ptr, x_ptr, weight_ptr, mixing_ptr, dx_ptr, dw_ptr, dv_ptr, B, N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+              BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """Compute dx and this program's parts of dW and dV."""
     weight = _load(weight_ptr, N, K, N, BK, BN)
     dw = tl.zeros((BK, BN), tl.float32)
+    if M:
+        mixing = _load(mixing_ptr, N, M, N, BM, BN)
+        dv = tl.zeros((BM, BN), tl.float32)
     for example in tl.range(tl.program_id(0), B, tl.num_programs(0)):
         at = tl.full((), 0, tl.int64) + example
         x = _load(x_ptr + at * N * D, D, N, D, BN, BD)
@@ -66,44 +75,62 @@ def _gradient(dp_ptr, x_ptr, weight_ptr, dx_ptr, dw_ptr, B, N: tl.constexpr, D: 
         dy = multiply(tl.trans(dp), x, PREROUND).to(x.dtype)
         dw += multiply(dy, tl.trans(x), PREROUND)
         dx = multiply(dp, mixtures, PREROUND) + multiply(tl.trans(weight), dy, PREROUND)
+        if M:
+            dz = _load(dz_ptr + at * M * D, D, M, D, BM, BD)
+            dv += multiply(dz, tl.trans(x), PREROUND)
+            dx += multiply(tl.trans(mixing), dz, PREROUND)
         _store(dx_ptr + at * N * D, dx.to(x.dtype), N, D, BN, BD)
     _store(dw_ptr + tl.program_id(0).to(tl.int64) * K * N, dw, K, N, BK, BN)
+    if M:
+        _store(dv_ptr + tl.program_id(0).to(tl.int64) * M * N, dv, M, N, BM, BN)
 
 
 def _padded(count: int) -> int:
     return max(16, next_power_of_2(count))
 
 
-def _launch_options(table: dict[int, tuple[int, int, int]], blocks: tuple[int, int, int]) -> tuple[int, int, int]:
+def _launch_options(table: dict[int, tuple[int, int, int]], blocks: tuple[int, ...]) -> tuple[int, int, int]:
     return next(found for most, found in table.items() if blocks[0] * blocks[1] <= most)
 
 
-def mixed_dots(x: Tensor, weight: Tensor) -> Tensor:
-    """Return [B, n, k] of contiguous x [B, n, d] and weight [k, n] in the same dtype."""
+def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return P [B, n, k] and Z [B, m, d] of contiguous x [B, n, d], weight [k, n] and mixing [m, n] in one dtype."""
     (rows, n, d), k = x.shape, weight.shape[0]
+    m = 0 if mixing is None else mixing.shape[0]
     out = torch.empty(rows, n, k, dtype=x.dtype, device=x.device)
-    if out.numel() and d == 0:
-        return out.zero_()
-    if out.numel():
-        blocks = _padded(n), _padded(d), _padded(k)
-        resident, warps, stages = _launch_options(FORWARD, blocks)
+    mixed = None if mixing is None else torch.empty(rows, m, d, dtype=x.dtype, device=x.device)
+    if d == 0:
+        out.zero_()
+    elif out.numel() or (mixed is not None and mixed.numel()):
+        blocks = _padded(n), _padded(d), _padded(k), _padded(m)
+        resident, warps, stages = _launch_options(FORWARD_MIXING if m else FORWARD, blocks)
         programs = min(rows, resident * processors(x.device))
-        _forward[(programs,)](x, weight, out, rows, n, d, k, *blocks, INTERPRETED, num_warps=warps, num_stages=stages)  # fmt: skip
-    return out
+        _forward[(programs,)](
+            x, weight, mixing, out, mixed, rows, n, d, k, m, *blocks, INTERPRETED, num_warps=warps, num_stages=stages
+        )
+    return out, mixed
 
 
-def mixed_dots_gradient(dp: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dx [B, n, d] and dW [k, n] in float32.
+def mixed_dots_gradient(
+    dp: Tensor, dz: Tensor | None, x: Tensor, weight: Tensor, mixing: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return dx [B, n, d], and dW [k, n] and dV [m, n] in float32.
 
     Each program sums over its examples, then the parts are summed, so results are bitwise reproducible.
     """
     (rows, n, d), k = x.shape, weight.shape[0]
+    m = 0 if mixing is None else mixing.shape[0]
     dx = torch.empty_like(x)
-    if not dx.numel() or not k:
-        return dx.zero_(), torch.zeros(k, n, dtype=torch.float32, device=x.device)
-    blocks = _padded(n), _padded(d), _padded(k)
-    resident, warps, stages = _launch_options(GRADIENT, blocks)
+    new = {"dtype": torch.float32, "device": x.device}
+    if not dx.numel() or not k + m:
+        return dx.zero_(), torch.zeros(k, n, **new), None if mixing is None else torch.zeros(m, n, **new)
+    blocks = _padded(n), _padded(d), _padded(k), _padded(m)
+    resident, warps, stages = _launch_options(GRADIENT_MIXING if m else GRADIENT, blocks)
     programs = min(rows, resident * processors(x.device))
-    parts = torch.empty(programs, k, n, dtype=torch.float32, device=x.device)
-    _gradient[(programs,)](dp, x, weight, dx, parts, rows, n, d, k, *blocks, INTERPRETED, num_warps=warps, num_stages=stages)  # fmt: skip
-    return dx, parts.sum(0)
+    parts = torch.empty(programs, k, n, **new)
+    mixing_parts = None if mixing is None else torch.empty(programs, m, n, **new)
+    _gradient[(programs,)](
+        dp, dz, x, weight, mixing, dx, parts, mixing_parts, rows, n, d, k, m, *blocks, INTERPRETED,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dx, parts.sum(0), None if mixing_parts is None else mixing_parts.sum(0)

@@ -11,36 +11,48 @@ from loka.kernels.op import fake_of, torch_op
 
 
 @torch_op("mixed_dots")
-def mixed_dots(x: Tensor, weight: Tensor) -> Tensor:
+def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `triton_kernels.mixed_dots`."""
-    return kernels.mixed_dots(x, weight)
+    return kernels.mixed_dots(x, weight, mixing)  # type: ignore[return-value]
 
 
 @fake_of(mixed_dots)
-def _(x, weight):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], x.shape[1], weight.shape[0])
+def _(x, weight, mixing):  # type: ignore[no-untyped-def]
+    rows, n, d = x.shape
+    mixed = x.new_empty(0, dtype=torch.float32) if mixing is None else x.new_empty(rows, mixing.shape[0], d)
+    return x.new_empty(rows, n, weight.shape[0]), mixed
 
 
 @torch_op("mixed_dots_gradient")
-def mixed_dots_gradient(dp: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def mixed_dots_gradient(
+    dp: Tensor, dz: Tensor | None, x: Tensor, weight: Tensor, mixing: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `triton_kernels.mixed_dots_gradient`."""
-    return kernels.mixed_dots_gradient(dp, x, weight)
+    return kernels.mixed_dots_gradient(dp, dz, x, weight, mixing)  # type: ignore[return-value]
 
 
 @fake_of(mixed_dots_gradient)
-def _(dp, x, weight):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), weight.new_empty(weight.shape, dtype=torch.float32)
+def _(dp, dz, x, weight, mixing):  # type: ignore[no-untyped-def]
+    shape = (0,) if mixing is None else mixing.shape
+    return (
+        torch.empty_like(x),
+        weight.new_empty(weight.shape, dtype=torch.float32),
+        weight.new_empty(shape, dtype=torch.float32),
+    )
 
 
 @register_flop_formula(torch.ops.loka.mixed_dots)
-def _(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
-    """Count two products."""
-    rows, n, d = x_shape
-    return 4 * rows * n * d * int(weight_shape[0])
+def _(x_shape: Any, weight_shape: Any, mixing_shape: Any, *_: Any, **__: Any) -> int:
+    """Count two products, and one for mixtures that are results."""
+    return _count(x_shape, weight_shape, mixing_shape)
 
 
 @register_flop_formula(torch.ops.loka.mixed_dots_gradient)
-def _(dp_shape: Any, x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
-    """Count two products for each of the two forward. Like torch, do not count recomputation (of the mixtures)."""
+def _(dp_shape: Any, dz_shape: Any, x_shape: Any, weight_shape: Any, mixing_shape: Any, *_: Any, **__: Any) -> int:
+    """Count two products for each one forward. Like torch, do not count recomputation (of the mixtures)."""
+    return 2 * _count(x_shape, weight_shape, mixing_shape)
+
+
+def _count(x_shape: Any, weight_shape: Any, mixing_shape: Any) -> int:
     rows, n, d = x_shape
-    return 8 * rows * n * d * int(weight_shape[0])
+    return int(2 * rows * n * d * (2 * weight_shape[0] + (mixing_shape[0] if mixing_shape else 0)))

@@ -147,58 +147,56 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, 
              ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
              WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
              X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, DROP: tl.constexpr,
-             PREROUND: tl.constexpr):  # fmt: skip
+             STAGES: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     # as in `quantize`: tells the compiler that whole vectors can be loaded
     K, stride_x, stride_r = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, stride_r // ALIGN * ALIGN
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
-    if FULL:
-        inside = tl.broadcast_to((row < M)[:, None], (ROWS, WIDE))
-    else:
-        inside = (row < M)[:, None] & (column < K)[None, :]
-    offset = row[:, None] * K + column[None, :]
-    h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
     if WEIGHT:  # loaded before the reductions, which wait for x: saves 3 of 36 us for rows of 3072
         w = tl.load(w_ptr + column, column < K, other=0.0)
     if BIAS:
         b = tl.load(b_ptr + column, column < K, other=0.0)
-    if RESIDUAL:
-        kind = h.dtype
-        h = h.to(tl.float32) + tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0).to(
-            tl.float32
-        )
-        h = h.to(kind)
-        tl.store(h_ptr + offset, h, inside)
-    h = to_values(h, xs_ptr, row, M, X_SCALE)
-    if NORM == _LAYER:
-        mean = _mean(h, K, ROWS, WIDE, NORM)
-        tl.store(mean_ptr + row, mean, row < M)
-        h = h - mean[:, None] if FULL else tl.where((column < K)[None, :], h - mean[:, None], 0.0)
-    rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
-    _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
-    y = h * _spread(rstd, ROWS, WIDE, NORM)
-    if WEIGHT:
-        y *= w.to(tl.float32)[None, :]
-    if BIAS:
-        y += b.to(tl.float32)[None, :]
-    y = activate(y, ACTIVATION, PREROUND)
-    if ACTIVATION == _SIGMOID and not FULL:  # the only activation that is not 0 at 0
-        y = tl.where(inside, y, 0.0)
-    if AMAX:
-        raise_amax(amax_ptr, _largest(y, row, M, EVEN, PREROUND))
-    if DROP:
-        if SCALE == _SCALAR:  # keep or zero a code; the factor 1 / (1 - p) is in the scale
-            y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, 1.0)
-            tl.store(made_ptr, tl.load(s_ptr) * upscale, tl.program_id(0) == 0)
+    for chunk in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = chunk.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        if FULL:
+            inside = tl.broadcast_to((row < M)[:, None], (ROWS, WIDE))
         else:
-            y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
-    if OUT:
-        tl.store(y_ptr + offset, y * upscale if DROP and SCALE == _SCALAR else y, inside)
-    if SCALE != _UNSCALED:
-        q = _quantize(y, s_ptr, row, M, K, ROWS, WIDE, SCALE, E5M2, POW2, not (WEIGHT or BIAS), PREROUND)
-        tl.store(
-            q_ptr + row[:, None] * stride_q + column[None, :], q, (row < M)[:, None] & (column < stride_q)[None, :]
-        )
+            inside = (row < M)[:, None] & (column < K)[None, :]
+        offset = row[:, None] * K + column[None, :]
+        h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
+        if RESIDUAL:
+            kind = h.dtype
+            r = tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0)
+            h = (h.to(tl.float32) + r.to(tl.float32)).to(kind)
+            tl.store(h_ptr + offset, h, inside)
+        h = to_values(h, xs_ptr, row, M, X_SCALE)
+        if NORM == _LAYER:
+            mean = _mean(h, K, ROWS, WIDE, NORM)
+            tl.store(mean_ptr + row, mean, row < M)
+            h = h - mean[:, None] if FULL else tl.where((column < K)[None, :], h - mean[:, None], 0.0)
+        rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
+        _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
+        y = h * _spread(rstd, ROWS, WIDE, NORM)
+        if WEIGHT:
+            y *= w.to(tl.float32)[None, :]
+        if BIAS:
+            y += b.to(tl.float32)[None, :]
+        y = activate(y, ACTIVATION, PREROUND)
+        if ACTIVATION == _SIGMOID and not FULL:  # the only activation that is not 0 at 0
+            y = tl.where(inside, y, 0.0)
+        if AMAX:
+            raise_amax(amax_ptr, _largest(y, row, M, EVEN, PREROUND))
+        if DROP:
+            if SCALE == _SCALAR:  # keep or zero a code; the factor 1 / (1 - p) is in the scale
+                y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, 1.0)
+                tl.store(made_ptr, tl.load(s_ptr) * upscale, chunk == 0)
+            else:
+                y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
+        if OUT:
+            tl.store(y_ptr + offset, y * upscale if DROP and SCALE == _SCALAR else y, inside)
+        if SCALE != _UNSCALED:
+            q = _quantize(y, s_ptr, row, M, K, ROWS, WIDE, SCALE, E5M2, POW2, not (WEIGHT or BIAS), PREROUND)
+            there = (row < M)[:, None] & (column < stride_q)[None, :]
+            tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, there)
 
 
 @quick
@@ -275,6 +273,12 @@ def _rows_per_program(wide: int) -> int:
     return max(1, min(16, 4096 // wide))
 
 
+def _forward_launch(m: int, wide: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return rows per step, warps, stages and programs of the forward kernel."""
+    rows = _rows_per_program(wide)
+    return rows, 4 if rows * wide <= 4096 else 8, 1, cdiv(m, rows)
+
+
 def scale_source(scale: Tensor | None) -> int:
     """Return the code of x's scale granularity: none, one, or one per row."""
     return UNSCALED if scale is None else VECTOR if scale.numel() > 1 or scale.dim() == 2 else SCALAR
@@ -299,12 +303,12 @@ def forward(
     y = torch.empty(m, k, dtype=out_dtype, **new) if out_dtype is not None else None
     mean = torch.empty(m, 1, dtype=torch.float32, **new) if norm == LAYER else None
     rstd = torch.empty(m, blocks, dtype=torch.float32, **new)
-    rows = _rows_per_program(wide)
+    rows, warps, stages, programs = _forward_launch(m, wide, x.device)
     made = torch.empty((), dtype=torch.float32, **new) if dropout is not None and source == SCALAR else None
-    _forward[(cdiv(m, rows),)](
+    _forward[(programs,)](
         x, x_scale, residual, h, weight, bias, q, scale, made, y, mean, rstd, amax, *draw_arguments(dropout), m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
         0 if q is None else q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, m % rows == 0, alignment(x, residual), dropout is not None, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
+        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, m % rows == 0, alignment(x, residual), dropout is not None, stages, INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return {"q": q, "scale": scale if source in (VECTOR, GROUPED) else made, "h": h, "y": y, "mean": mean, "rstd": rstd}
 

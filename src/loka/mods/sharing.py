@@ -1,0 +1,154 @@
+"""Compute what several modules take from one batch of features in one pass: products with mixtures, and other mixtures.
+
+A layer of a Wukong multiplies its features x [B, n, d] by mixtures of them (`feature_products`) and compresses them by
+linears over features (`feature_layout`): three kernels that each read x. `SharedFeatures` belongs to such a group of
+modules. While the forward of the module that contains them is compiled, the first of them to be called computes the
+results of all (`loka.nn.mix.multiply_and_mix`), and the others take theirs, if they are called with exactly the same
+x. In eager mode every module computes for itself. The mod `shared_features` finds the groups.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from loka.nn.mix import compute_dtype, multiply_and_mix
+from loka.nn.writing import writes
+
+SHARED = "loka_shared_features"  # attribute of a module: the SharedFeatures it belongs to
+
+
+class Matrix(NamedTuple):
+    """A parameter by its module, so that it is found again where something replaces it (FSDP2)."""
+
+    module: nn.Module
+    name: str
+    shape: tuple[int, ...]
+    turned: bool  # whether it is [n, k], the transpose of the weight
+
+    def get(self) -> Tensor | None:
+        """Return the parameter, or None if it is not here as a plain tensor: it is sharded, or was replaced."""
+        found = getattr(self.module, self.name)
+        return found if type(found) in (nn.Parameter, Tensor) and tuple(found.shape) == self.shape else None
+
+
+class SharedFeatures:
+    """What modules that read one batch of features have computed from it.
+
+    Args:
+        product: the matrix of the mixtures that x is multiplied by.
+        mixers: the weights of the linears over features.
+    """
+
+    noting = False  # whether calls are recorded in eager mode (`loka.mods.shared_features`)
+
+    def __init__(self, product: Matrix, mixers: Sequence[Matrix]) -> None:
+        self.product, self.mixers = product, tuple(mixers)
+        self.open = False
+        self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
+        self.x: Tensor | None = None
+        self.products: Tensor | None = None
+        self.mixed: tuple[Tensor, ...] = ()
+        self.mode: tuple[bool, torch.dtype] | None = None  # whether gradients were enabled, and the dtype
+
+    def begin(self) -> None:
+        """Start sharing: the forward around the modules begins."""
+        self.forget()
+        self.open = True
+
+    def end(self) -> None:
+        """Stop sharing: the forward is over."""
+        self.open = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard all tensors, which may have changed."""
+        self.transposes = []
+        self.x = self.products = self.mode = None
+        self.mixed = ()
+
+    def record_transpose(self, transpose: Tensor, source: Tensor) -> None:
+        """Remember what a transposed tensor is a transpose of."""
+        self.transposes.append((transpose, source))
+
+    def find_mixture(self, module: nn.Module, transposed: Tensor) -> Tensor | None:
+        """Return W x [B, m, d] of a linear over features that is called with x^T, or None if nothing is shared."""
+        for transpose, source in self.transposes:
+            if transposed is transpose and self._compute(source):
+                for at, mixer in enumerate(self.mixers):
+                    if mixer.module is module:
+                        return self.mixed[at]
+        return None
+
+    def find_products(self, x: Tensor, matrix: Tensor, turned: bool) -> Tensor | None:
+        """Return x (W x)^T [B, n, k] for W, which is the matrix or its transpose; None if nothing is shared."""
+        same = turned == self.product.turned and self.product.get() is matrix
+        return self.products if same and self._compute(x) else None
+
+    def _compute(self, x: Tensor) -> bool:
+        """Compute the results for x, unless they are there. Return False if they must be computed apart."""
+        if not self.open or not torch.compiler.is_compiling():
+            return False
+        mode = torch.is_grad_enabled(), compute_dtype(x)
+        if self.x is x and self.mode == mode:
+            return True
+        matrix, weights = self.product.get(), [mixer.get() for mixer in self.mixers]
+        there = [weight for weight in weights if weight is not None]
+        if matrix is None or len(there) < len(weights):
+            return False
+        mixing = there[0] if len(there) == 1 else torch.cat(there)
+        self.products, mixed = multiply_and_mix(x, matrix.mT if self.product.turned else matrix, mixing)
+        self.mixed = torch.split(mixed, [mixer.shape[0] for mixer in self.mixers], dim=1)
+        self.x, self.mode = x, mode
+        return True
+
+
+class SharesFeatures(nn.Module):
+    """Mixin for the module that contains groups of modules that share features."""
+
+    loka_groups: tuple[SharedFeatures, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward with sharing, if it is being compiled."""
+        if not torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        for group in self.loka_groups:
+            group.begin()
+        try:
+            with WatchTransposes(self.loka_groups):
+                return super().forward(*args, **kwargs)
+        finally:
+            for group in self.loka_groups:
+                group.end()
+
+
+class WatchTransposes(TorchFunctionMode):
+    """Records transposes for groups, and lets them forget everything after an in-place write."""
+
+    def __init__(self, groups: Sequence[SharedFeatures]) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if writes(func, args, kwargs):
+            for group in self.groups:
+                group.forget()
+        elif is_named_transpose(func, args, kwargs):
+            for group in self.groups:
+                group.record_transpose(out, args[0])
+        return out
+
+
+_TRANSPOSES = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
+
+
+def is_named_transpose(func: Any, args: Any, kwargs: Any) -> bool:
+    """Check whether a function transposes the last two dimensions of a 3-D tensor, in a form that compiled code shows.
+
+    `x.mT` is not seen there.
+    """
+    return func in _TRANSPOSES and not kwargs and len(args) == 3 and args[0].dim() == 3 and {args[1] % 3, args[2] % 3} == {1, 2}  # fmt: skip
