@@ -43,7 +43,7 @@ ROWS = {
 }  # fmt: skip
 ALONE = {
     "ROWS": 1, "WIDE": 4096, "NORM": 0, "WEIGHT": True, "BIAS": True, "RESIDUAL": False, "OUT": True, "SCALE": 0, "E5M2": False, "POW2": False,
-    "X_SCALE": 1, "AMAX": True, "FULL": False, "EVEN": True, "ALIGN": 16, "DROP": False, "PREROUND": False,
+    "X_SCALE": 1, "AMAX": True, "FULL": False, "EVEN": True, "ALIGN": 16, "DROP": False, "STAGES": 3, "PREROUND": False,
 }  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, 
     if BIAS:
         b = tl.load(b_ptr + column, column < K, other=0.0)
     for chunk in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = chunk.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = (chunk * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         if FULL:
             inside = tl.broadcast_to((row < M)[:, None], (ROWS, WIDE))
         else:
@@ -188,7 +188,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, 
         if DROP:
             if SCALE == _SCALAR:  # keep or zero a code; the factor 1 / (1 - p) is in the scale
                 y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, 1.0)
-                tl.store(made_ptr, tl.load(s_ptr) * upscale, chunk == 0)
+                tl.store(made_ptr, tl.load(s_ptr) * upscale, tl.program_id(0) == 0)
             else:
                 y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
         if OUT:
