@@ -47,6 +47,8 @@ EVERY = [
     ("mixed_dots", "mixtures=17|float16"),
     ("mixed_dots", "mixtures=6|gradient|bfloat16"),
     ("mixed_dots", "mixtures=6|gradient|float32"),
+    ("mixed_dots", "mixtures=6+4|bfloat16"),
+    ("mixed_dots", "mixtures=5+18|gradient|float16"),
 ]
 every_variant = pytest.mark.parametrize(("op", "variant"), EVERY)
 
@@ -134,16 +136,24 @@ def one_slice(out: Tensor) -> Tensor:
 )
 def test_a_wrong_result_is_red(op: str, variant: str, change: Callable[[Tensor], Tensor]) -> None:
     adapter, call, operands = prepare(op, variant)
-    assert not adapter.check(Wrong(op, lambda name, out: change(out)), call, operands)
+
+    def spoil(name: str, out: Any) -> Any:
+        return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+    assert not adapter.check(Wrong(op, spoil), call, operands)
 
 
 @pytest.mark.parametrize("change", [beyond, one_slice, lambda out: out * 1.05], ids=["beyond", "slice", "all"])
-@pytest.mark.parametrize("part", [0, 1], ids=["dx", "dw"])
-def test_wrong_gradients_of_mixtures_are_red(part: int, change: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("variant", "part"),
+    [("mixtures=6|gradient|bfloat16", 0), ("mixtures=6|gradient|bfloat16", 1), ("mixtures=6+4|gradient|bfloat16", 2), ("mixtures=6+4|bfloat16", 1)],
+    ids=["dx", "dw", "dv", "mixtures"],
+)  # fmt: skip
+def test_wrong_parts_of_mixtures_are_red(variant: str, part: int, change: Callable[[Tensor], Tensor]) -> None:
     def changed(name: str, out: Any) -> Any:
         return tuple(change(value) if i == part else value for i, value in enumerate(out))
 
-    adapter, call, operands = prepare("mixed_dots", "mixtures=6|gradient|bfloat16")
+    adapter, call, operands = prepare("mixed_dots", variant)
     assert not adapter.check(Wrong("mixed_dots", changed), call, operands)
 
 

@@ -77,25 +77,22 @@ class MixedDots(Op[MixturesCall]):
         return MixturesOperands(x.view(call.b, call.n, call.d), weight, dp.view(call.b, call.n, call.k), mixing, dz)
 
     def thunk(self, backend: Any, call: MixturesCall, operands: MixturesOperands) -> Thunk:
-        """Return the products and the mixtures, or dx and the gradients of the weights; without what is not asked for."""
+        """Return the products, with the mixtures if requested, or dx and the gradients of the weights."""
         o = operands
-
-        def run() -> tuple[Tensor, ...]:
-            if call.gradient:
-                made = backend.gradient(o.dp, o.dz, o.x, o.weight, o.mixing)
-            else:
-                made = backend.run(o.x, o.weight, o.mixing)
-            return tuple(t for t in made if t is not None)
-
-        return run
+        if call.gradient:
+            return lambda: _present(backend.gradient(o.dp, o.dz, o.x, o.weight, o.mixing))
+        if call.results:
+            return lambda: backend.run(o.x, o.weight, o.mixing)
+        return lambda: backend.run(o.x, o.weight)[0]
 
     def check(self, backend: Any, call: MixturesCall, operands: MixturesOperands) -> Conformance:
         """Check against float64, plain and with poisoned allocations."""
         run: Any = self.thunk(backend, call, operands)
         laws = _gradients(operands) if call.gradient else _results(operands)
         dtypes = [torch.float32 if call.gradient and at else call.dtype for at in range(len(laws))]
+        results = (lambda: (run(),)) if not call.gradient and not call.results else run
         verdicts = [
-            _judge(lambda at=at: run()[at], law, call, dtype)  # type: ignore[misc]
+            _judge(lambda at=at: results()[at], law, call, dtype)  # type: ignore[misc]
             for at, (law, dtype) in enumerate(zip(laws, dtypes, strict=True))
         ]
         return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
@@ -123,6 +120,10 @@ class MixedDots(Op[MixturesCall]):
     def flops(self, call: MixturesCall) -> int:
         """Count two products, and one for mixtures that are results; twice as many for the gradient."""
         return 2 * call.b * call.n * call.d * (2 * call.k + call.results) * (1 + call.gradient)
+
+
+def _present(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    return tuple(result for result in results if result is not None)
 
 
 def _judge(run: Thunk, law: Law, call: MixturesCall, dtype: torch.dtype, *, poison: bool = True) -> Conformance:

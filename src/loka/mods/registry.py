@@ -18,6 +18,7 @@ from loka.mods.norm_order import NormOrder
 from loka.mods.protect_intermediates import ProtectIntermediates
 from loka.mods.protect_residual import ProtectResidual
 from loka.mods.shared_features import ShareFeatures
+from loka.mods.stored_sums import StoreSums
 from loka.mods.weighted_sums import SumWeighted
 
 MODS: dict[str, type[Mod]] = {
@@ -35,6 +36,7 @@ MODS: dict[str, type[Mod]] = {
     "attention_layout": AttentionLayout,
     "narrow_outputs": NarrowOutputs,
     "weighted_sums": SumWeighted,
+    "stored_sums": StoreSums,
     "fuse": Fuse,
 }
 # the same function up to rounding, and never slower: `loka.tune` and `plan_everything` apply these by default

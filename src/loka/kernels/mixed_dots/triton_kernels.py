@@ -17,12 +17,12 @@ from loka.kernels.strides import next_power_of_2
 from loka.kernels.tile import INTERPRETED, multiply
 from loka.kernels.triton_launcher import quick
 
-# (programs per multiprocessor, warps, stages) by the largest number of elements of an example, without V and with it:
-# up to 16,384 the fastest of a sweep on an H200, beyond it what fits into shared memory.
+# (programs per multiprocessor, warps, stages) by the largest number of elements of an example: up to 16,384 the fastest
+# of a sweep on an H200, beyond it what fits into shared memory. The gradient with V also counts the sums for dV, twice.
 FORWARD = {8192: (3, 4, 3), 16384: (2, 8, 3), 32768: (1, 8, 2)}
-FORWARD_MIXING = {8192: (3, 4, 3), 16384: (1, 8, 3), 32768: (1, 8, 1)}
+FORWARD_MIXING = {16384: (2, 4, 3), 32768: (1, 8, 2)}
 GRADIENT = {8192: (2, 4, 3), 16384: (1, 8, 3), 32768: (1, 8, 1)}
-GRADIENT_MIXING = {8192: (2, 8, 2), 16384: (1, 8, 2), 32768: (1, 16, 1)}
+GRADIENT_MIXING = {12288: (2, 4, 3), 20480: (2, 4, 2), 49152: (1, 8, 2), 65536: (1, 8, 1)}
 
 
 @triton.jit
@@ -89,8 +89,8 @@ def _padded(count: int) -> int:
     return max(16, next_power_of_2(count))
 
 
-def _launch_options(table: dict[int, tuple[int, int, int]], blocks: tuple[int, ...]) -> tuple[int, int, int]:
-    return next(found for most, found in table.items() if blocks[0] * blocks[1] <= most)
+def _launch_options(table: dict[int, tuple[int, int, int]], size: int) -> tuple[int, int, int]:
+    return next(found for most, found in table.items() if size <= most)
 
 
 def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -103,7 +103,7 @@ def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor
         out.zero_()
     elif out.numel() or (mixed is not None and mixed.numel()):
         blocks = _padded(n), _padded(d), _padded(k), _padded(m)
-        resident, warps, stages = _launch_options(FORWARD_MIXING if m else FORWARD, blocks)
+        resident, warps, stages = _launch_options(FORWARD_MIXING if m else FORWARD, blocks[0] * blocks[1])
         programs = min(rows, resident * processors(x.device))
         _forward[(programs,)](
             x, weight, mixing, out, mixed, rows, n, d, k, m, *blocks, INTERPRETED, num_warps=warps, num_stages=stages
@@ -125,7 +125,10 @@ def mixed_dots_gradient(
     if not dx.numel() or not k + m:
         return dx.zero_(), torch.zeros(k, n, **new), None if mixing is None else torch.zeros(m, n, **new)
     blocks = _padded(n), _padded(d), _padded(k), _padded(m)
-    resident, warps, stages = _launch_options(GRADIENT_MIXING if m else GRADIENT, blocks)
+    elements = blocks[0] * blocks[1]
+    sums = 2 * blocks[0] * blocks[3] if elements <= 16384 else 32768  # an example that is larger takes one stage
+    table, size = (GRADIENT_MIXING, elements + sums) if m else (GRADIENT, elements)
+    resident, warps, stages = _launch_options(table, size)
     programs = min(rows, resident * processors(x.device))
     parts = torch.empty(programs, k, n, **new)
     mixing_parts = None if mixing is None else torch.empty(programs, m, n, **new)
