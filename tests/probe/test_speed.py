@@ -97,7 +97,8 @@ def test_on_a_gpu_every_candidate_has_a_time_or_a_reason() -> None:
         probe.step()
     report = probe.evaluate(samples=5, backends=("torch", "triton"), repeats=5)
     candidates = [c for site in report.record.sites for c in site.candidates]
-    assert all((c.speedup is None) == (c.speed_note is not None or c.refusal is not None) for c in candidates)
+    silent = [c for c in candidates if (c.speedup is None) != (c.speed_note is not None or c.refusal is not None)]
+    assert not silent, silent[:3]
     assert any(c.speedup is not None for c in candidates)
     assert all(c.mere is not None and c.mere.high < 0.5 for c in candidates if c.refusal is None)
     assert {v.speed for site in report.record.sites for v in site.verdicts} <= {"fast", "slow"}
