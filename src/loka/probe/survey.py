@@ -28,6 +28,7 @@ from loka.records import SOURCES, Alarm, Candidate, Cause, Gemm, GemmVerdict, Si
 
 DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise")
 MAX_ERROR, MAX_GRADIENT_ERROR, MIN_SPEEDUP = 0.2, 0.1, 1.05
+IN_CHAIN = "not measured: a chain is timed as a whole"
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,16 @@ def chain_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
         if operands is not None and found is not None:
             a, b = str(operands.a), str(operands.b)
             candidates.append(
-                Candidate(gemm=gemm, recipe=recipe, backend="reference", a=a, b=b, harm=found[0], drift=found[1])
+                Candidate(
+                    gemm=gemm,
+                    recipe=recipe,
+                    backend="reference",
+                    a=a,
+                    b=b,
+                    harm=found[0],
+                    drift=found[1],
+                    speed_note=IN_CHAIN,
+                )
             )
     return candidates
 
@@ -196,10 +206,10 @@ def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
         return []
     at = next(number for number, linear in enumerate(chain.linears) if linear is watch.module)
     a, b = (str(spec) for spec in operand_specs(chain, at)[gemm])
-    made = Candidate(gemm=gemm, recipe=CHAIN, backend=chain.precision.gemm_backend, a=a, b=b)
+    made = Candidate(gemm=gemm, recipe=CHAIN, backend=chain.precision.gemm_backend, a=a, b=b, speed_note=IN_CHAIN)
     errors, harm = watch.own.errors(gemm, watch.reservoir.kept), watch.own.harm(gemm)
     if isinstance(errors, str):
-        return [replace(made, refusal=errors)]
+        return [replace(made, refusal=errors, speed_note=None)]
     if errors is None:
         return []
     return [
