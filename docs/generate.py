@@ -15,7 +15,7 @@ from tables import ablation, distributions, generative, kernels, models, publish
 from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINED = "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained.json -->"
+TRAINED = "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_wukong.json and trained.json -->"
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
 SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"
@@ -23,17 +23,17 @@ ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h
 END = "<!-- end of numbers -->"
 
 SECTIONS = (
-    ("Unmodified PyTorch models", "zoo_training.json, zoo_training_max.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_infer.json", zoo.zoo_table,
+    ("Unmodified PyTorch models", "zoo_training.json, zoo_training_max.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_tower.json, zoo_tower_cross.json", zoo.zoo_table,
      "Plain PyTorch: whole training step with AdamW, or inference, in CUDA graphs with static shapes, measured alternately on one H200. \"Our layout\" is bf16 with only the rewrites that keep the function; it separates their gain from that of FP8."),
     ("Modified architectures, and models of this package", "zoo_tower_cross.json, zoo_wukong_infer.json, zoo_families.json, zoo_hstu.json", zoo.changed_table,
      "Mods (no biases, BlockNorm, hard swish) change the function, so the model must be trained with them; the baseline is the unmodified model in bf16. InterFormer and HSTU are compared with their own bf16 code at commit 1ed489d. The column \"bf16 today\" includes later bf16 improvements (attention that skips padding, rotary angles from a table)."),
     ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
      "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
      "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),
-    ("One call of tune", "tune_zoo.json, tune_zoo_cross.json, tune_zoo_wukong.json, tune_zoo_wukong_serve.json, tune_zoo_more.json, tune_zoo_ungraphed.json, trained.json", zoo.tune_table,
+    ("One call of tune", "tune_zoo.json, tune_zoo_cross.json, tune_zoo_wukong.json, tune_zoo_wukong_serve.json, tune_zoo_more.json, tune_zoo_ungraphed.json, trained_wukong.json, trained.json", zoo.tune_table,
      "The same models, trained for 500 steps on labels of a fixed teacher, or for a third of a training run on real data (Census-Income), then tuned on batches they had not seen. Each row gives speed and loss of one configuration. "
-     "The step is forward and backward without an optimizer. For the served six-layer Wukong it includes a copy of the inputs in both versions; this copy no longer exists. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
-    ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
+     "The step is forward and backward without an optimizer. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
+    ("Fast and loss-neutral in one configuration", "trained_wukong.json, trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, paired by seed. The trained configurations are the ones that were timed (whole step with AdamW, CUDA graph, no other work on the GPU). Pairs of numbers are ours / baseline."),
     ("Where naive FP8 hurts", "hurts.json, hurts_usual.json, hurts_wide.json", trained.hurts_table,
      "Raw features, Adam at four times the usual learning rate (0.004) and at the usual one (0.001), no annealing, no dropout. The test loss is the median over ten evaluations in each half of the run. Naive is torchao tensorwise for every linear that torchao accepts. Wide intervals come from bf16 itself, which differs that much between seeds: at 0.004 most bf16 runs on the synthetic stream stop learning in the later half and predict a constant."),
@@ -46,6 +46,9 @@ SECTIONS = (
      "bf16 itself is slow where K or N is not a multiple of 16. Quantization costs less when it is fused into the previous layer or when weights are quantized once per step: see the layers and models above."),
     ("Attention over padded histories", "masked_attention.json", kernels.masked_table,
      "`kernels/masked_attention` in bf16, compared with torch's scaled_dot_product_attention with the same mask. If there are as many queries as keys, queries beyond the end of a history are not computed."),
+    ("Attention in FP8", "attention_fp8.json", kernels.attention_fp8_table,
+     "Both products of attention in E4M3 (`benchmarks/attention_fp8.py`), compared with our bf16 kernels, in inference. HSTU and the masked attention are prototypes: queries are rounded inside the kernel, keys and values by a kernel of their own, with known scales. With that kernel only long histories of HSTU gain, so the library keeps bf16 there. "
+     "In the engine the context is rounded once for 42 calls; `context_cache=\"e4m3\"` turns it on."),
     ("Exported packages", "export_zoo.json", kernels.package_table,
      "A frozen model as an AOTInductor package, compared with the same model compiled, both without a CUDA graph. A package launches its kernels without Python."),
     ("The choice of kernels", "dispatch/dispatch.json", kernels.dispatch_table,

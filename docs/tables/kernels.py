@@ -163,3 +163,37 @@ def package_table() -> str | None:
     ]
     head = ["model", "rows", "relative L2 from the model", "compiled, ms", "package, ms", "speed-up of the package", "made in"]  # fmt: skip
     return table(head, rows)
+
+
+ATTENTION = {
+    "hstu, 64 to 320": "HSTU, 256 histories of 64 to 320, 8 heads of 128",
+    "hstu, 410 to 2048": "HSTU, 16 histories of 410 to 2,048, 8 heads of 128",
+    "interformer": "softmax, 2,048 x 260 padded, 4 heads of 32",
+    "interformer, full": "softmax, 2,048 x 260, 4 heads of 32",
+    "long": "softmax, 64 x 1,024 padded, 8 heads of 64",
+    "long, full": "softmax, 64 x 1,024, 8 heads of 64",
+    "wide": "softmax, 256 x 512 padded, 8 heads of 128",
+    "wide, full": "softmax, 256 x 512, 8 heads of 128",
+    "engine, context 3000": "engine, context 3,000, 8 requests of 512 beams",
+    "engine, context 3000, first step": "engine, context 3,000, 8 requests, first step",
+}
+
+
+def attention_fp8_table() -> str | None:
+    """Return attention with both products in FP8 compared with bf16, alone and with what rounds keys and values."""
+    found = read("h200/attention_fp8.json")
+    if found is None:
+        return None
+    by_name = {row["case"]: row for row in found["rows"] if not row["why"]}
+    rows = []
+    for name, title in ATTENTION.items():
+        if name not in by_name:
+            continue
+        row = by_name[name]
+        bf16, fp8, cast = (row[way]["us"][0] for way in ("bf16", "fp8", "cast"))
+        # the engine rounds a context once and reads it in many calls
+        whole = fp8 + cast / row["uses"] if row["uses"] > 1 else row["fp8 with cast"]["us"][0]
+        errors = (f"{row[way]['error']:.3f}" for way in ("bf16", "fp8"))
+        rows.append([title, f"{bf16:.0f}", f"{fp8:.0f}", f"{bf16 / fp8:.2f}x", f"{whole:.0f}", f"**{bf16 / whole:.2f}x**", " / ".join(errors)])  # fmt: skip
+    head = ["attention", "bf16, us", "FP8, us", "FP8 alone", "with rounding, us", "with rounding", "relative L2 error, bf16 / FP8"]  # fmt: skip
+    return table(head, rows)

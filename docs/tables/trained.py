@@ -10,7 +10,7 @@ FAMILIES = {
     "interformer": "InterFormer (one layer, 2,048 wide, 4,096 rows)",
     "hstu": "HSTU (four layers, 1,024 wide, 128 users)",
 }
-RECORDS = ("trained", "trained_mods", "trained_interformer", "trained_hstu")
+RECORDS = ("trained_wukong", "trained", "trained_mods", "trained_interformer", "trained_hstu")  # newest first
 ARMS = {
     "tuned": "`loka.tune`'s choice",
     "naive": "torchao tensorwise everywhere",
@@ -22,18 +22,16 @@ ARMS = {
 
 def trained_table() -> str | None:
     """Return one configuration per row, with speed-up, memory and loss. Rows that lack one of them are omitted."""
-    records = [found for name in RECORDS if (found := read(f"h200/{name}.json")) is not None]
-    rows = [(row, _is_same(row, record)) for record in records for row in record["summary"]]
-    shown = [_row(row, same) for row, same in rows if all(key in row for key in ("speedup", "peak_gib", "label 0"))]
+    shown = [_row(row, _is_same(row, record)) for row, record in newest_rows(*RECORDS)]
     head = ["model and data", "configuration", "compared with", "step, ms", "speed-up", "peak memory, GiB", "change of log loss", "detectable", "of the second label", "seeds"]  # fmt: skip
     return table(head, shown) if shown else None
 
 
 def trained_headline() -> str | None:
     """Return the table of README, and how much of the speed-up is not due to FP8."""
-    found = read("h200/trained.json")
-    rows = [] if found is None else [row for row in found["summary"] if row["against"] == "bf16" and "speedup" in row and "peak_gib" in row]  # fmt: skip
-    if found is None or not rows:
+    found = [(row, record) for row, record in newest_rows("trained_wukong", "trained") if row["arm"] in ("tuned", "naive")]  # fmt: skip
+    rows = [row for row, _ in found]
+    if not rows:
         return None
     shown = []
     for row in rows:
@@ -52,13 +50,26 @@ def trained_headline() -> str | None:
     return f"{table(head, shown)}\n\n{_say_layout(found)} {_say_worse(rows)}".rstrip()
 
 
-def _say_layout(found: dict[str, Any]) -> str:
-    """Return the speed-up of the rewrites that keep the function, in bf16."""
+def newest_rows(*files: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the complete rows of several records with their records, each comparison from the first file that has it."""
+    rows: dict[tuple[str, str, str], tuple[dict[str, Any], dict[str, Any]]] = {}
+    for name in files:
+        record = read(f"h200/{name}.json") or {"summary": []}
+        for row in record["summary"]:
+            if all(key in row for key in ("speedup", "peak_gib", "label 0")):
+                rows.setdefault((row["cell"], row["arm"], row["against"]), (row, record))
+    return list(rows.values())
+
+
+def _say_layout(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """Return the speed-up of the rewrites that keep the function, in bf16, for what tune chose."""
     parts = []
-    for name, tuned in (found.get("tuned") or {}).items():
-        steps = tuned["record"]["step_microseconds"]
+    for row, record in found:
+        if row["arm"] != "tuned":
+            continue
+        steps = record["tuned"][row["cell"].replace("/", "-")]["record"]["step_microseconds"]
         if "bf16 layout" in steps:
-            parts.append(f"{steps['bf16'] / steps['bf16 layout']:.2f}x for the {FAMILIES[name.partition('-')[0]].partition(',')[0]}")  # fmt: skip
+            parts.append(f"{steps['bf16'] / steps['bf16 layout']:.2f}x for the {FAMILIES[row['cell'].partition('/')[0]].partition(',')[0]}")  # fmt: skip
     return f"Part of the speed-up is a better memory layout in bf16: {' and '.join(parts)}. The rest is FP8." if parts else ""  # fmt: skip
 
 

@@ -33,7 +33,7 @@ CENSUS = {
 }
 LATER = {
     "training": ("zoo_wukong_train", "zoo_training_max"),
-    "inference": ("zoo_wukong_infer", "zoo_tower", "zoo_tower_cross"),
+    "inference": ("zoo_wukong_tower", "zoo_tower_cross"),
 }  # newest first
 WAYS = (
     "bf16",
@@ -155,8 +155,12 @@ def tune_table() -> str | None:
         rows.append(_tuned(titles[row["model"]], row["record"], row["tune_s"]))
     launched = (read("h200/tune_zoo_ungraphed.json") or {"rows": []})["rows"]
     rows += [_tuned(f"{MODELS[row['model']]}, without a CUDA graph", row["record"], row["tune_s"]) for row in launched]  # fmt: skip
-    for name, row in ((read("h200/trained.json") or {}).get("tuned") or {}).items():
-        rows.append(_tuned(CENSUS[name.partition("-")[0]], row["record"], sum(row["record"]["seconds"].values())))
+    trained: dict[str, Any] = {}
+    for file in ("trained_wukong", "trained"):  # newest first
+        trained = {**((read(f"h200/{file}.json") or {}).get("tuned") or {}), **trained}
+    for name, row in trained.items():
+        title = CENSUS[name.partition("-")[0]] + ", with mods" * name.endswith("-mods")
+        rows.append(_tuned(title, row["record"], sum(row["record"]["seconds"].values())))
     head = ["model", "for", "whole step over compiled bf16", "speed-up by layout alone, in bf16", "change of the loss, 95 %", "margin used", "linears' FLOPs in FP8", "tuning time"]  # fmt: skip
     return table(head, rows)
 
