@@ -60,6 +60,24 @@ def test_norms_behind_sums_are_found_whatever_their_class(norm: type[nn.Module])
     assert applied.effect == "exact"
 
 
+class PostNorm(nn.Module):
+    """Only the norm reads the sum, but for the second, which joins two vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(24), nn.LayerNorm(24)
+        self.linear, self.left, self.right = nn.Linear(24, 24), nn.Linear(24, 8), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x + self.linear(x))
+        return self.second(torch.cat([self.left(x), self.right(x)], -1) + x)
+
+
+def test_a_sum_that_only_a_norm_reads_is_not_stored() -> None:
+    applied = loka.mods.apply(PostNorm(), "stored_sums", example=torch.randn(4, 24))
+    assert applied.sites["stored_sums"] == ["second"]
+
+
 def test_norms_behind_linears_are_left_to_chains() -> None:
     model = Joined()
     applied = loka.mods.apply(model, "stored_sums", example=torch.randn(4, 24))

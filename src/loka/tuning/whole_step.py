@@ -87,7 +87,7 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
         selection.offers = fewer
     if tried and (found := _take_fastest(call, selection, tried)) is not None:
         return found
-    note = failed or (_say_slower(call) if offered else "no unit is both safe and fast")
+    note = failed or (_say_slower(call, tried) if offered else "no unit is both safe and fast")
     for offer in selection.offers:
         selection.drop(offer, note)
     return _settle_layout(call, selection, base, original, note)
@@ -123,7 +123,7 @@ def _take_fastest(call: Call, selection: Selection, tried: list[_Timed]) -> Step
     every = [name for offer in tried[0].offers for name in offer.unit.linears]
     if best.ratio < 1.0:
         selection.offers = []
-        selection.chosen.kept.update(dict.fromkeys(every, _say_slower(call)))
+        selection.chosen.kept.update(dict.fromkeys(every, _say_slower(call, tried)))
         return None
     taken = {name for offer in best.offers for name in offer.unit.linears}
     why = f"the whole step was {tried[0].ratio:.2f}x as fast as 16-bit with it, and {best.ratio:.2f}x without it"
@@ -132,10 +132,11 @@ def _take_fastest(call: Call, selection: Selection, tried: list[_Timed]) -> Step
     return best.report
 
 
-def _say_slower(call: Call) -> str:
+def _say_slower(call: Call, tried: list[_Timed]) -> str:
+    said = f"{SLOWER} ({max(one.ratio for one in tried):.2f}x at best)" if tried else SLOWER
     if call.cuda_graph:
-        return SLOWER
-    return f"{SLOWER} when launched kernel by kernel; hint: cuda_graph=True, if your step is captured or compiled with mode=\"reduce-overhead\""  # fmt: skip
+        return said
+    return f"{said} when launched kernel by kernel; hint: cuda_graph=True, if your step is captured or compiled with mode=\"reduce-overhead\""  # fmt: skip
 
 
 def _settle_layout(call: Call, selection: Selection, base: Mapping[str, timing.Captured], original: Mapping[str, timing.Captured], note: str) -> StepTimes:  # fmt: skip
