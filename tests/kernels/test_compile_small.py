@@ -40,17 +40,29 @@ def test_magnitudes_are_filed_with_a_rounded_quotient(longest: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["_forward", "_gradient"])
 @pytest.mark.parametrize(
-    ("kind", "n", "d", "k"), [("bf16", 64, 128, 24), ("bf16", 128, 128, 64), ("fp16", 128, 256, 64)]
+    ("kind", "n", "d", "k", "m"),
+    [
+        ("bf16", 64, 128, 24, 0),
+        ("bf16", 128, 128, 64, 0),
+        ("fp16", 128, 256, 64, 0),
+        ("bf16", 64, 128, 24, 32),
+        ("bf16", 128, 128, 64, 128),
+        ("bf16", 64, 256, 32, 128),
+        ("fp16", 16, 256, 16, 128),
+    ],
 )
-def test_products_with_mixtures_compile_for_hopper(kernel: str, kind: str, n: int, d: int, k: int) -> None:
+def test_products_with_mixtures_compile_for_hopper(kernel: str, kind: str, n: int, d: int, k: int, m: int) -> None:
     from loka.kernels.mixed_dots import triton_kernels
 
-    types = {"x_ptr": f"*{kind}", "weight_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
+    read = {"x_ptr", "weight_ptr", "mixing_ptr", *(("dp_ptr", "dz_ptr") if kernel == "_gradient" else ())}
+    written = {"dx_ptr"} if kernel == "_gradient" else {"out_ptr", "mixed_ptr"}
+    types = dict.fromkeys(read | written, f"*{kind}")
     if kernel == "_gradient":
-        types = {"dp_ptr": f"*{kind}", "x_ptr": f"*{kind}", "weight_ptr": f"*{kind}", "dx_ptr": f"*{kind}", "dw_ptr": "*fp32"}  # fmt: skip
-    table = triton_kernels.FORWARD if kernel == "_forward" else triton_kernels.GRADIENT
-    _, warps, stages = triton_kernels._launch_options(table, (n, d, 64))
-    constants = {"N": n, "D": d, "K": k, "BN": n, "BD": d, "BK": 32 if k == 24 else 64, "PREROUND": False}  # fmt: skip
+        types |= {"dw_ptr": "*fp32", "dv_ptr": "*fp32"}
+    found = triton_kernels.launch_options(n, d, k, m, gradient=kernel == "_gradient")
+    assert found is not None
+    _, warps, stages = found
+    constants = {"N": n, "D": d, "K": k, "M": m, "BN": n, "BD": d, "BK": triton_kernels._padded(k), "BM": triton_kernels._padded(m), "PREROUND": False}  # fmt: skip
     made = compile_kernel("mixed_dots", kernel, (types, constants, {"num_warps": warps, "num_stages": stages}), set())
     assert made.metadata.shared <= SHARED_MEMORY
     assert "mma" in made.asm["ptx"]

@@ -252,4 +252,7 @@ def test_nothing_stays_that_makes_no_step_faster(monkeypatch: pytest.MonkeyPatch
     step, selection, timed = verify_speed(60.0, SPEEDS, dict.fromkeys("abcd", -1.0), monkeypatch)
     assert (timed, names(selection)) == (["abcd", "ab", "a"], "")
     assert set(selection.chosen.kept) == set("abcd")
-    assert step.note == "the whole step was not faster in FP8 than in compiled 16-bit (0.99x at best): nothing is converted"
+    assert (
+        step.note
+        == "the whole step was not faster in FP8 than in compiled 16-bit (0.99x at best): nothing is converted"
+    )

@@ -4,7 +4,8 @@ A mod that moves a computation from one place to another must know that both pla
 run on an example shows one path; an `if` on `self.training`, on an optional argument or on a flag hides the others. So
 the source of the forward, and of the methods it calls on itself, is searched for anything that may go another way next
 time: conditions, while loops, try, match, functions that receive the module or its children and may do anything with
-them, a forward that is decorated or replaced. Assertions and conditions that only raise end the call and do not count.
+them, a forward that is decorated or replaced. Assertions and conditions that only raise end the call and do not count,
+nor does `self.shortcut is None`, if only the constructor decides that.
 
 The search errs on the side of caution. If the source cannot be read, that is reported as the reason.
 """
@@ -13,6 +14,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -77,7 +79,7 @@ def _find_branches(module: nn.Module, name: str, function: Callable[..., Any], s
         return
     own = tree.args.args[0].arg if tree.args.args else "self"
     for node in _nodes(tree.body):
-        if condition := _condition(node):
+        if (condition := _condition(node)) and not _is_settled(module, node, own):
             yield f"its {name} branches ({condition}), and one run shows one way only"
         elif isinstance(node, ast.Call):
             yield from _find_in_call(module, node, own, seen)
@@ -125,6 +127,36 @@ def _condition(node: ast.AST) -> str | None:
     if isinstance(node, (ast.Try, ast.Match, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)):
         return type(node).__name__.lower()
     return None
+
+
+def _is_settled(module: nn.Module, node: ast.AST, own: str) -> bool:
+    """Return True for a condition on whether the module has a child or parameter, which only its constructor decides."""
+    test = node.test if isinstance(node, (ast.If, ast.IfExp)) else None
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], (ast.Is, ast.IsNot)):
+        return False
+    left, right = test.left, test.comparators[0]
+    if not (isinstance(left, ast.Attribute) and isinstance(left.value, ast.Name) and left.value.id == own):
+        return False
+    if not (isinstance(right, ast.Constant) and right.value is None):
+        return False
+    found = getattr(module, left.attr, None)
+    return isinstance(found, (nn.Module, nn.Parameter, NoneType)) and not _is_assigned(type(module), left.attr)
+
+
+def _is_assigned(kind: type, name: str) -> bool:
+    """Return True if a method other than the constructor may assign an attribute of the module."""
+    for base in kind.__mro__:
+        for method, value in vars(base).items():
+            if base.__module__.startswith("torch.nn") or method == "__init__" or not inspect.isfunction(value):
+                continue
+            tree = _parse(value)
+            if tree is None or any(
+                (isinstance(node, ast.Attribute) and node.attr == name and not isinstance(node.ctx, ast.Load))
+                or (isinstance(node, ast.Name) and node.id in ("setattr", "delattr"))
+                for node in ast.walk(tree)
+            ):
+                return True
+    return False
 
 
 def _find_in_call(module: nn.Module, node: ast.Call, own: str, seen: set[Any]) -> Iterator[str]:

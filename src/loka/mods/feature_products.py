@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from loka.mods.calling import Note, find_callers, find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
 from loka.mods.fused_dots import is_transpose
-from loka.mods.sharing import SHARED, SharedFeatures
+from loka.mods.sharing import SHARED, SharedFeatures, Transpose
 from loka.nn.mix import compute_dtype, mix_features, multiply_mixtures, without_autocast
 from loka.nn.writing import writes
 from loka.records.mods import ModClass
@@ -55,7 +55,7 @@ class _MultiplyFromLeft(TorchFunctionMode):
         self.note = note  # called for every product found
         self.fuses = fuses
         self.shared = shared  # what else reads the same features
-        self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
+        self.transposes: list[Transpose] = []
         self.mixtures: list[_Mixture] = []
         self.saving = find_saving_hooks()
 
@@ -78,7 +78,7 @@ class _MultiplyFromLeft(TorchFunctionMode):
             if self.mixtures:
                 self.mixtures.clear()
         elif is_transpose(func, args):
-            self.transposes.append((out, args[0]))
+            self.transposes.append((out, args[0], torch.is_grad_enabled()))
         return out
 
     def _replace_einsum(self, args: Any) -> Tensor | None:
@@ -99,14 +99,15 @@ class _MultiplyFromLeft(TorchFunctionMode):
         return self._mix(matrix, not transposed_matrix, x, transposed_result)
 
     def _replace_matmul(self, a: Any, b: Any) -> Tensor | None:
-        for transpose, x in self.transposes:
-            if a is transpose and _fits(x, b, b.shape[:1] if b.dim() else ()):
+        grad = torch.is_grad_enabled()
+        for transpose, x, made in self.transposes:
+            if a is transpose and made == grad and _fits(x, b, b.shape[:1] if b.dim() else ()):
                 return self._mix(b, True, x, True)
         found = self._multiply_mixture(a, b, True)
         if found is not None:
             return found
-        for transpose, source in self.transposes:
-            if b is transpose:
+        for transpose, source, made in self.transposes:
+            if b is transpose and made == grad:
                 return self._multiply_mixture(a, source, False)
         return None
 

@@ -4,7 +4,8 @@
 
 In a layer of a Wukong each of these is a kernel that does little more than read x. Run after `feature_layout` and
 `feature_products`, whose modules it lets share their input (`loka.mods.sharing`); only compiled code shares. An example
-shows which modules read one unchanged tensor. Sums are in another order: rounding.
+shows which modules read one unchanged tensor. Where the forward may leave out one of their results, or keeps gradients
+from it, they share in inference only. Sums are in another order: rounding.
 """
 
 from contextlib import ExitStack
@@ -13,11 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from loka.mods.calling import find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
 from loka.mods.feature_layout import OverFeatures
 from loka.mods.feature_products import OverFeaturesCalls
-from loka.mods.sharing import SHARED, Matrix, SharedFeatures, SharesFeatures, WatchTransposes
+from loka.mods.sharing import SHARED, Matrix, SharedFeatures, SharesFeatures, Transpose, WatchTransposes
 from loka.nn.wrapping import find_holder
 from loka.records.mods import ModClass
 from loka.units.example import call_model
@@ -42,22 +45,27 @@ class _Noting(SharedFeatures):
 
     def __init__(self, name: str, reads: list[_Read]) -> None:
         self.name, self.reads = name, reads
-        self.transposes: list[tuple[Tensor, Tensor]] = []
+        self.transposes: list[Transpose] = []
+        self.saving = find_saving_hooks()
 
     def forget(self) -> None:
         """Keep what was recorded: versions tell what was written to."""
 
     def find_mixture(self, module: nn.Module, transposed: Tensor) -> Tensor | None:
         """Record that a linear over features reads a tensor."""
-        for transpose, source in self.transposes:
+        for transpose, source, _ in self.transposes:
             if transposed is transpose:
-                self.reads.append(_Read(self.name, module.weight, False, True, source, source._version))  # type: ignore[arg-type]
+                self._note(module.weight, False, True, source)  # type: ignore[arg-type]
         return None
 
     def find_products(self, x: Tensor, matrix: Tensor, turned: bool) -> Tensor | None:
         """Record that a tensor is multiplied by mixtures of itself."""
-        self.reads.append(_Read(self.name, matrix, turned, False, x, x._version))
+        self._note(matrix, turned, False, x)
         return None
+
+    def _note(self, matrix: Tensor, turned: bool, mixes: bool, x: Tensor) -> None:
+        if not is_checkpointed(self.saving):  # a compiler lets nothing out of a checkpoint
+            self.reads.append(_Read(self.name, matrix, turned, mixes, x, x._version))
 
 
 @dataclass(frozen=True)
@@ -76,16 +84,18 @@ class ShareFeatures:
         readers = [
             (name, module)
             for name, module in editor.modules()
-            if isinstance(module, OverFeatures) or (isinstance(module, OverFeaturesCalls) and module.loka_fuses)
+            if (isinstance(module, OverFeatures) or (isinstance(module, OverFeaturesCalls) and module.loka_fuses))
+            and SHARED not in module.__dict__
         ]
         if len(readers) < 2 or editor.example is None:
             return
         parameters = {id(p): (module, key) for module in editor.model.modules() for key, p in module._parameters.items() if p is not None}  # fmt: skip
         holders: dict[str, list[tuple[SharedFeatures, list[str]]]] = {}
-        for group in _find_groups(_run(editor, readers)):
-            made = _make(group, parameters)
+        reads, reached = _run(editor, readers)
+        for group in _find_groups(reads):
+            names = [read.name for read in group]
+            made = _make(group, parameters, trains=_always_trains(editor, group, reached))
             if made is not None:
-                names = [read.name for read in group]
                 holders.setdefault(find_holder(names, editor.model), []).append((made, names))
         for holder, groups in holders.items():
             editor.mix(holder, SharesFeatures, loka_groups=tuple(made for made, _ in groups))
@@ -96,22 +106,46 @@ class ShareFeatures:
             editor.change(holder, f"reads features once, in compiled code, for {said}", "rounding")
 
 
-def _run(editor: Editor, readers: list[tuple[str, nn.Module]]) -> list[_Read]:
-    """Return what the modules read on the example. Tensors that are written to later are left out."""
+def _run(editor: Editor, readers: list[tuple[str, nn.Module]]) -> tuple[list[_Read], set[int]]:
+    """Return what the modules read on the example, and the ids of the parameters that its output has gradients for.
+
+    Tensors that are written to later are left out.
+    """
     reads: list[_Read] = []
     noting = [_Noting(name, reads) for name, _ in readers]
     try:
-        with undisturbed(editor.model), torch.no_grad(), ExitStack() as stack:
+        with undisturbed(editor.model), torch.enable_grad(), ExitStack() as stack:
             for (_, module), one in zip(readers, noting, strict=True):
                 module.__dict__[SHARED] = one
                 stack.callback(module.__dict__.pop, SHARED)
             stack.enter_context(WatchTransposes(noting))
             set_mode(editor.model, False)
-            call_model(editor.model, editor.example)
+            reached = _find_reached(call_model(editor.model, editor.example))
     except Exception as error:  # whatever a user's forward raises
         editor.leave("", f"the model failed on the example: {type(error).__name__}: {error}")
-        return []
-    return [read for read in reads if read.x._version == read.version]
+        return [], set()
+    return [read for read in reads if read.x._version == read.version], reached
+
+
+def _find_reached(output: Any) -> set[int]:
+    """Return the ids of the leaves that a backward from the output would reach. None is run."""
+    waiting = [value.grad_fn for value in tree_leaves(output) if isinstance(value, Tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(before for before, _ in node.next_functions)
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+
+
+def _always_trains(editor: Editor, group: list[_Read], reached: set[int]) -> bool:
+    """Check that every forward uses all results, and that gradients flow through all of them."""
+    if any(read.matrix.requires_grad and id(read.matrix) not in reached for read in group):
+        return False
+    # a linear is called by the module around it, products are computed in the module's own forward
+    sites = [read.name if read.mixes else f"{read.name}.product" for read in group]
+    return editor.find_branch(*sites) is None
 
 
 def _find_groups(reads: list[_Read]) -> list[list[_Read]]:
@@ -124,7 +158,7 @@ def _find_groups(reads: list[_Read]) -> list[list[_Read]]:
     return [group for group in groups.values() if len(group) > 1 and sum(not read.mixes for read in group) == 1]
 
 
-def _make(group: list[_Read], parameters: dict[int, Any]) -> SharedFeatures | None:
+def _make(group: list[_Read], parameters: dict[int, Any], *, trains: bool) -> SharedFeatures | None:
     """Return the group's shared state; None if a matrix is no parameter, or a hook may change one before it is used."""
     matrices = []
     for read in group:
@@ -135,4 +169,4 @@ def _make(group: list[_Read], parameters: dict[int, Any]) -> SharedFeatures | No
             return None
         matrices.append((read.mixes, Matrix(module, key, tuple(read.matrix.shape), read.turned)))
     product = next(matrix for mixes, matrix in matrices if not mixes)
-    return SharedFeatures(product, [matrix for mixes, matrix in matrices if mixes])
+    return SharedFeatures(product, [matrix for mixes, matrix in matrices if mixes], trains=trains)

@@ -18,6 +18,8 @@ from loka.nn.mix import compute_dtype, multiply_and_mix
 from loka.nn.writing import writes
 
 SHARED = "loka_shared_features"  # attribute of a module: the SharedFeatures it belongs to
+# (transpose, its source, whether gradients were enabled: a transpose made without them passes none to the source)
+Transpose = tuple[Tensor, Tensor, bool]
 
 
 class Matrix(NamedTuple):
@@ -28,10 +30,26 @@ class Matrix(NamedTuple):
     shape: tuple[int, ...]
     turned: bool  # whether it is [n, k], the transpose of the weight
 
-    def get(self) -> Tensor | None:
-        """Return the parameter, or None if it is not here as a plain tensor: it is sharded, or was replaced."""
+    def get(self, device: torch.device) -> Tensor | None:
+        """Return the parameter, or None if it cannot be read here before its module is called.
+
+        It may be sharded, or replaced, or left behind on another device with a module that was replaced. A forward-pre
+        hook may make it anew (`torch.nn.utils.weight_norm`).
+        """
+        if self.module._forward_pre_hooks:
+            return None
         found = getattr(self.module, self.name)
-        return found if type(found) in (nn.Parameter, Tensor) and tuple(found.shape) == self.shape else None
+        plain = type(found) in (nn.Parameter, Tensor) and tuple(found.shape) == self.shape
+        return found if plain and found.device == device else None
+
+
+class _Results(NamedTuple):
+    """What was computed from x."""
+
+    x: Tensor
+    mode: tuple[bool, torch.dtype]  # whether gradients were enabled, and the dtype
+    products: Tensor
+    mixed: tuple[Tensor, ...]
 
 
 class SharedFeatures:
@@ -40,18 +58,18 @@ class SharedFeatures:
     Args:
         product: the matrix of the mixtures that x is multiplied by.
         mixers: the weights of the linears over features.
+        trains: whether they also share where gradients are enabled. Then every forward must use all results: a matrix
+            whose result is not used would have a gradient of zeros instead of none, and an optimizer with weight decay
+            would change it.
     """
 
     noting = False  # whether calls are recorded in eager mode (`loka.mods.shared_features`)
 
-    def __init__(self, product: Matrix, mixers: Sequence[Matrix]) -> None:
-        self.product, self.mixers = product, tuple(mixers)
+    def __init__(self, product: Matrix, mixers: Sequence[Matrix], *, trains: bool) -> None:
+        self.product, self.mixers, self.trains = product, tuple(mixers), trains
         self.open = False
-        self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
-        self.x: Tensor | None = None
-        self.products: Tensor | None = None
-        self.mixed: tuple[Tensor, ...] = ()
-        self.mode: tuple[bool, torch.dtype] | None = None  # whether gradients were enabled, and the dtype
+        self.transposes: list[Transpose] = []
+        self.results: _Results | None = None
 
     def begin(self) -> None:
         """Start sharing: the forward around the modules begins."""
@@ -66,43 +84,47 @@ class SharedFeatures:
     def forget(self) -> None:
         """Discard all tensors, which may have changed."""
         self.transposes = []
-        self.x = self.products = self.mode = None
-        self.mixed = ()
+        self.results = None
 
     def record_transpose(self, transpose: Tensor, source: Tensor) -> None:
         """Remember what a transposed tensor is a transpose of."""
-        self.transposes.append((transpose, source))
+        self.transposes.append((transpose, source, torch.is_grad_enabled()))
 
     def find_mixture(self, module: nn.Module, transposed: Tensor) -> Tensor | None:
         """Return W x [B, m, d] of a linear over features that is called with x^T, or None if nothing is shared."""
-        for transpose, source in self.transposes:
-            if transposed is transpose and self._compute(source):
+        for transpose, source, grad in self.transposes:
+            if transposed is transpose and grad == torch.is_grad_enabled():
+                results = self._compute(source)
                 for at, mixer in enumerate(self.mixers):
-                    if mixer.module is module:
-                        return self.mixed[at]
+                    if results is not None and mixer.module is module:
+                        return results.mixed[at]
         return None
 
     def find_products(self, x: Tensor, matrix: Tensor, turned: bool) -> Tensor | None:
         """Return x (W x)^T [B, n, k] for W, which is the matrix or its transpose; None if nothing is shared."""
-        same = turned == self.product.turned and self.product.get() is matrix
-        return self.products if same and self._compute(x) else None
+        same = turned == self.product.turned and self.product.get(x.device) is matrix
+        results = self._compute(x) if same else None
+        return None if results is None else results.products
 
-    def _compute(self, x: Tensor) -> bool:
-        """Compute the results for x, unless they are there. Return False if they must be computed apart."""
-        if not self.open or not torch.compiler.is_compiling():
-            return False
-        mode = torch.is_grad_enabled(), compute_dtype(x)
-        if self.x is x and self.mode == mode:
-            return True
-        matrix, weights = self.product.get(), [mixer.get() for mixer in self.mixers]
+    def _compute(self, x: Tensor) -> _Results | None:
+        """Return the results for x, computed unless they are there. None if they must be computed apart."""
+        if not self.open or not torch.compiler.is_compiling() or (torch.is_grad_enabled() and not self.trains):
+            return None
+        mode, results = (torch.is_grad_enabled(), compute_dtype(x)), self.results
+        if results is not None and results.x is x and results.mode == mode:
+            return results
+        matrix, weights = self.product.get(x.device), [mixer.get(x.device) for mixer in self.mixers]
         there = [weight for weight in weights if weight is not None]
         if matrix is None or len(there) < len(weights):
-            return False
+            return None
         mixing = there[0] if len(there) == 1 else torch.cat(there)
-        self.products, mixed = multiply_and_mix(x, matrix.mT if self.product.turned else matrix, mixing)
-        self.mixed = torch.split(mixed, [mixer.shape[0] for mixer in self.mixers], dim=1)
-        self.x, self.mode = x, mode
-        return True
+        products, mixed = multiply_and_mix(x, matrix.mT if self.product.turned else matrix, mixing)
+        parts, first = [], 0
+        for weight in there:  # not torch.split, whose results must not be written to in place
+            parts.append(mixed[:, first : first + weight.shape[0]])
+            first += weight.shape[0]
+        self.results = _Results(x, mode, products, tuple(parts))
+        return self.results
 
 
 class SharesFeatures(nn.Module):

@@ -35,7 +35,7 @@ class StoreInput:
         if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not args:
             return None
         x = args[0]
-        if not isinstance(x, Tensor) or not x.is_contiguous():
+        if type(x) is not Tensor or not x.is_contiguous():  # a subclass (DTensor) may not support such views
             return None
         return (x.as_strided(x.size(), x.stride()), *args[1:]), kwargs
 
@@ -57,7 +57,7 @@ class StoreSums:
         if not isinstance(flow, Flow):
             editor.leave("", f"what its norms read is not known: {flow.reason}")
             return
-        for name, _ in editor.modules((*find_norms(editor.model), BlockNorm)):
+        for name, _ in editor.modules(*find_norms(editor.model), BlockNorm):
             values = [call.inputs[0] for call in flow.calls_of(name) if call.inputs]
             if values and all(_is_worth_storing(flow, value) for value in values):
                 editor.hook(name, StoreInput(), before=True)

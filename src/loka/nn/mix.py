@@ -179,7 +179,7 @@ def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
 def multiply_mixtures(x: Tensor, weight: Tensor) -> Tensor:
     """Return x (W x)^T [B, n, k] of x [B, n, d] and weight [k, n], in autocast's dtype if enabled."""
     x = x.to(compute_dtype(x))
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return mixed_dots(x, weight)
 
 
@@ -189,7 +189,7 @@ def multiply_and_mix(x: Tensor, weight: Tensor, mixing: Tensor) -> tuple[Tensor,
     Both are in autocast's dtype if enabled.
     """
     x = x.to(compute_dtype(x))
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return mix_and_multiply(x, weight, mixing)
 
 

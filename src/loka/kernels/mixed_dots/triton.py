@@ -29,7 +29,7 @@ def run(x: Tensor, weight: Tensor, mixing: Tensor | None = None) -> tuple[Tensor
     """See `loka.kernels.mixed_dots.mix_and_multiply`. Both weights have x's dtype."""
     from loka.kernels.mixed_dots import triton_ops
 
-    x, inside = x.contiguous(), mixing if _holds(mixing) else None
+    x, inside = x.contiguous(), mixing if _holds(x, weight, mixing) else None
     products, mixed = invoke(triton_ops.mixed_dots, x, weight.contiguous(), _contiguous(inside))
     if mixing is None:
         return products, None
@@ -42,7 +42,7 @@ def gradient(
     """Return dx [B, n, d] in x's dtype, and dW [k, n] and dV [m, n] in float32."""
     from loka.kernels.mixed_dots import triton_ops
 
-    x, inside = x.contiguous(), mixing if _holds(mixing) else None
+    x, inside = x.contiguous(), mixing if _holds(x, weight, mixing) else None
     given = None if inside is None else _contiguous(dz)
     dx, dw, dv = invoke(
         triton_ops.mixed_dots_gradient, dp.contiguous(), given, x, weight.contiguous(), _contiguous(inside)
@@ -54,9 +54,14 @@ def gradient(
     return dx + mix(dz, mixing.mT), dw, sum_products(dz, x)
 
 
-def _holds(mixing: Tensor | None) -> bool:
-    """Check whether the mixtures that are results fit into the kernel; more of them are a batched product."""
-    return mixing is not None and mixing.shape[0] <= MOST_RESULTS
+def _holds(x: Tensor, weight: Tensor, mixing: Tensor | None) -> bool:
+    """Check whether the mixtures that are results fit into both kernels; otherwise they are a batched product."""
+    from loka.kernels.mixed_dots.triton_kernels import launch_options
+
+    if mixing is None or mixing.shape[0] > MOST_RESULTS:
+        return False
+    sizes = x.shape[1], x.shape[2], weight.shape[0], mixing.shape[0]
+    return all(launch_options(*sizes, gradient=gradient) is not None for gradient in (False, True))
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -17,12 +17,11 @@ from loka.kernels.strides import next_power_of_2
 from loka.kernels.tile import INTERPRETED, multiply
 from loka.kernels.triton_launcher import quick
 
-# (programs per multiprocessor, warps, stages) by the largest number of elements of an example: up to 16,384 the fastest
-# of a sweep on an H200, beyond it what fits into shared memory. The gradient with V also counts the sums for dV, twice.
+# (programs per multiprocessor, warps, stages) without V by the largest number of elements of an example: up to 16,384
+# the fastest of a sweep on an H200, beyond it what fits into shared memory. With V see `launch_options`.
 FORWARD = {8192: (3, 4, 3), 16384: (2, 8, 3), 32768: (1, 8, 2)}
-FORWARD_MIXING = {16384: (2, 4, 3), 32768: (1, 8, 2)}
 GRADIENT = {8192: (2, 4, 3), 16384: (1, 8, 3), 32768: (1, 8, 1)}
-GRADIENT_MIXING = {12288: (2, 4, 3), 20480: (2, 4, 2), 49152: (1, 8, 2), 65536: (1, 8, 1)}
+SHARED_MEMORY = 227 << 10  # bytes that a program may use on Hopper
 
 
 @triton.jit
@@ -89,8 +88,36 @@ def _padded(count: int) -> int:
     return max(16, next_power_of_2(count))
 
 
-def _launch_options(table: dict[int, tuple[int, int, int]], size: int) -> tuple[int, int, int]:
-    return next(found for most, found in table.items() if size <= most)
+def launch_options(n: int, d: int, k: int, m: int, *, gradient: bool) -> tuple[int, int, int] | None:
+    """Return programs per multiprocessor, warps and stages for n vectors of width d, k mixtures and m results.
+
+    None if it fits neither into shared memory nor, with results of more than 256, into registers. With results, warps are as many as the sums need registers, and stages
+    as many as fit; at the shapes of a Wukong these are the fastest of a sweep on an H200.
+    """
+    n, d, k = _padded(n), _padded(d), _padded(k)
+    if not m:
+        table = GRADIENT if gradient else FORWARD
+        return next((found for most, found in table.items() if n * d <= most), None)
+    m = _padded(m)
+    if d > 256:
+        return None
+    stage, fixed = 2 * n * d, 2 * (k + m) * n + 2 * m * d  # bytes: x; the weights, and what is stored
+    sums = max(m, n) * d
+    if gradient:
+        stage, fixed = stage + 2 * (n * k + m * d), 2 * (k + m) * n + 4 * k * d
+        sums = n * d + (k + m) * n - 4096
+    stages = next((count for count in (3, 2, 1) if count * stage + fixed <= SHARED_MEMORY), None)
+    if stages is None:
+        return None
+    warps = 4 if sums <= 16384 else 8
+    return (2 if n * d <= (8192 if gradient else 16384) else 1), warps, stages
+
+
+def _launch_options(n: int, d: int, k: int, m: int, *, gradient: bool) -> tuple[int, int, int]:
+    found = launch_options(n, d, k, m, gradient=gradient)
+    if found is None:
+        raise ValueError(f"mixed_dots: {n} vectors of {d}, {k} mixtures and {m} results do not fit into a program")
+    return found
 
 
 def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -103,7 +130,7 @@ def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor
         out.zero_()
     elif out.numel() or (mixed is not None and mixed.numel()):
         blocks = _padded(n), _padded(d), _padded(k), _padded(m)
-        resident, warps, stages = _launch_options(FORWARD_MIXING if m else FORWARD, blocks[0] * blocks[1])
+        resident, warps, stages = _launch_options(n, d, k, m, gradient=False)
         programs = min(rows, resident * processors(x.device))
         _forward[(programs,)](
             x, weight, mixing, out, mixed, rows, n, d, k, m, *blocks, INTERPRETED, num_warps=warps, num_stages=stages
@@ -125,10 +152,7 @@ def mixed_dots_gradient(
     if not dx.numel() or not k + m:
         return dx.zero_(), torch.zeros(k, n, **new), None if mixing is None else torch.zeros(m, n, **new)
     blocks = _padded(n), _padded(d), _padded(k), _padded(m)
-    elements = blocks[0] * blocks[1]
-    sums = 2 * blocks[0] * blocks[3] if elements <= 16384 else 32768  # an example that is larger takes one stage
-    table, size = (GRADIENT_MIXING, elements + sums) if m else (GRADIENT, elements)
-    resident, warps, stages = _launch_options(table, size)
+    resident, warps, stages = _launch_options(n, d, k, m, gradient=True)
     programs = min(rows, resident * processors(x.device))
     parts = torch.empty(programs, k, n, **new)
     mixing_parts = None if mixing is None else torch.empty(programs, m, n, **new)
