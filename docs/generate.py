@@ -15,7 +15,9 @@ from tables import ablation, distributions, generative, kernels, models, publish
 from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINED = "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_wukong.json and trained.json -->"
+TRAINED = (
+    "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_wukong.json and trained.json -->"
+)
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
 SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"

@@ -58,7 +58,10 @@ def test_is_two_products(name: str, dtype: torch.dtype, b: int, n: int, d: int, 
 
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-@pytest.mark.parametrize(("n", "d", "k", "m"), [(27, 16, 5, 12), (9, 33, 0, 3), (17, 20, 4, 130), (8, 16, 3, 0)])
+@pytest.mark.parametrize(
+    ("n", "d", "k", "m"),
+    [(27, 16, 5, 12), (9, 33, 0, 3), (17, 20, 4, 130), (8, 16, 3, 0), (1, 1, 1, 1), (127, 255, 63, 127)],
+)
 def test_other_mixtures_come_with_the_products(name: str, dtype: torch.dtype, n: int, d: int, k: int, m: int, device: torch.device) -> None:  # fmt: skip
     """130 mixtures are more than the kernel holds."""
     supported(name, n, d, k, dtype, device)

@@ -79,6 +79,10 @@ CASES = [
     Case("layer", "tanh", "e4m3:1x128", (3, 200), affine=True),
     Case("rms", "sigmoid", "e4m3:row", (5, 70), affine=True),
     Case("layer", "leaky_relu", "e5m2:row", (5, 300)),
+    # more rows than programs: each walks over several
+    Case("layer", "silu", "e4m3:row", (29, 2100), affine=True, residual=True),
+    Case("rms", "sigmoid", "e4m3:1x128", (14, 5000), residual=True),
+    Case("block", "relu", "e4m3:tensor:static", (25, 4096)),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -115,9 +115,21 @@ def some_examples(m: Model, x: Tensor) -> Tensor:
     return torch.bmm(x, x.transpose(1, 2))[1:, m.i, m.j]
 
 
+def transposed_without_gradients(m: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        transposed = x.transpose(1, 2)
+    return torch.bmm(x, transposed)[:, m.i, m.j]
+
+
+def multiplied_without_gradients(m: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        products = torch.bmm(x, x.transpose(1, 2))
+    return products[:, m.i, m.j] + x[:, :2].flatten(1)[:, :10]
+
+
 HALF = [
     twice, of_another, written_over, written_in_part, written_by_sign, rectified_in_place, repeated, backwards, spread, by_mask,
-    by_numbers, some_examples,
+    by_numbers, some_examples, transposed_without_gradients, multiplied_without_gradients,
 ]  # fmt: skip
 
 

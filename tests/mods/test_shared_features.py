@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.mods.sharing import SHARED
@@ -205,3 +206,151 @@ def test_eager_it_changes_nothing() -> None:
     _, apart, _ = pair(mods=MODS[:2])
     x = torch.randn(5, 6, 8)
     assert torch.equal(changed(x), apart(x))
+
+
+def assert_trains_as(model: nn.Module, changed: nn.Module, *, whole: bool = True) -> None:
+    """The same gradients compiled, and none where the model has none: zeros would let weight decay shrink a weight."""
+    torch._dynamo.reset()
+    compiled = torch.compile(changed, backend="aot_eager", fullgraph=whole)
+    x = torch.randn(5, 6, 8)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    model(inputs[0]).square().sum().backward()
+    compiled(inputs[1]).square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-4, atol=1e-4)
+    for (name, p), q in zip(model.named_parameters(), changed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-4, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class TransposedWithoutGradients(Layer):
+    """The compression passes no gradient to the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            transposed = x.transpose(1, 2)
+        compressed = self.compress(transposed).transpose(1, 2)
+        return torch.cat([self.machine(x), compressed], 1) + self.shortcut(x.transpose(1, 2)).transpose(1, 2)
+
+
+class WrittenResult(Layer):
+    """What a linear returns may be written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        compressed = self.compress(x.transpose(1, 2)).transpose(1, 2).mul_(2)
+        return torch.cat([self.machine(x), compressed], 1) + self.shortcut(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Skipped(Layer):
+    """Training leaves the shortcut out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        compressed = self.compress(x.transpose(1, 2)).transpose(1, 2)
+        shortcut = x if self.training else self.shortcut(x.transpose(1, 2)).transpose(1, 2)
+        return torch.cat([self.machine(x), compressed], 1) + shortcut
+
+
+class Frozen(Layer):
+    """The compression is computed without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = self.shortcut(x.transpose(1, 2)).transpose(1, 2)
+        with torch.no_grad():
+            compressed = self.compress(x.transpose(1, 2)).transpose(1, 2)
+        return torch.cat([self.machine(x), compressed], 1) + shortcut
+
+
+class Detached(Layer):
+    """The compression's gradient is cut off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        compressed = self.compress(x.transpose(1, 2)).transpose(1, 2).detach()
+        return torch.cat([self.machine(x), compressed], 1) + self.shortcut(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Checkpointed(Layer):
+    """The compression is computed again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        compressed = checkpoint(self.compress, x.transpose(1, 2), use_reentrant=False).transpose(1, 2)
+        return torch.cat([self.machine(x), compressed], 1) + self.shortcut(x.transpose(1, 2)).transpose(1, 2)
+
+
+class TransposedMachine(Machine):
+    """The mixtures pass no gradient to the features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            transposed = x.transpose(1, 2)
+        return self.out(torch.bmm(x, transposed @ self.y).flatten(1)).view(-1, 4, self.d)
+
+
+class TransposesInside(Layer):
+    def __init__(self) -> None:
+        super().__init__(machine=TransposedMachine)
+
+
+@pytest.mark.parametrize("layer", [TransposedWithoutGradients, WrittenResult, Skipped, Frozen, Detached, Checkpointed, TransposesInside])  # fmt: skip
+def test_gradients_go_where_the_model_lets_them(layer: type[nn.Module]) -> None:
+    model, changed, _ = pair(layer)
+    assert_trains_as(model, changed)
+
+
+class CheckpointedNet(Net):
+    """A checkpoint around each layer, as training with little memory has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x.tanh(), use_reentrant=False)
+        return self.head(x.flatten(1))
+
+
+def test_checkpointed_layers_share() -> None:
+    torch.manual_seed(0)
+    model = CheckpointedNet()
+    changed = copy.deepcopy(model)
+    applied = loka.mods.apply(changed, MODS, example=torch.randn(5, 6, 8))
+    assert applied.sites["shared_features"] == ["layers.0", "layers.1"]
+    assert_trains_as(model, changed, whole=False)  # no function mode can be entered inside a compiled checkpoint
+
+
+def test_results_that_training_leaves_out_are_shared_in_inference() -> None:
+    _, changed, _ = pair(Skipped)
+    assert products_in(changed.eval(), torch.randn(5, 6, 8))[1] == 2 * 3
+
+
+def test_a_weight_that_a_later_hook_makes_is_not_read_before_the_hook_ran() -> None:
+    model, changed, _ = pair()
+    for both in (model, changed):
+        for layer in both.layers:
+            layer.shortcut.register_forward_pre_hook(_halve)
+    assert_trains_as(model, changed)
+
+
+def _halve(linear: nn.Module, _: Any) -> None:
+    linear.weight.data = linear.weight.data / 2  # which no function mode sees in compiled code
+
+
+def test_a_module_that_was_replaced_may_stay_behind_on_another_device() -> None:
+    model, changed, _ = pair()
+    for both in (model, changed):
+        torch.manual_seed(1)
+        left = both.layers[0].compress
+        both.layers[0].compress = nn.Linear(6, 2)
+        left.to("meta")
+    assert_trains_as(model, changed)
+
+
+def test_applied_twice_it_changes_nothing_more() -> None:
+    model, changed, _ = pair()
+    assert "shared_features" not in loka.mods.apply(changed, MODS, example=torch.randn(5, 6, 8)).sites
+    assert_trains_as(model, changed)
+    loka.mods.revert(changed)
+    assert not any(SHARED in vars(m) or "loka_groups" in vars(m) for m in changed.modules())
+
+
+def test_on_the_meta_device() -> None:
+    changed = pair()[1].to("meta")
+    assert products_in(changed, torch.empty(5, 6, 8, device="meta"))[0].shape == (5, 1)

@@ -144,3 +144,24 @@ def test_it_is_undone_and_copied() -> None:
     loka.mods.revert(changed)
     assert not any(m._forward_pre_hooks for m in changed.modules())
     assert torch.equal(changed(x), model(x))
+
+
+class Sliced(Blocks):
+    """A longer batch than the example's is read from its fourth row on: a contiguous view with an offset."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + linear(norm(x[3:] if x.shape[0] > 8 else x)).sum(0)
+        return self.head(x)
+
+
+def test_a_view_with_an_offset_is_read_from_there() -> None:
+    torch.manual_seed(0)
+    model = Sliced()
+    changed = copy.deepcopy(model)
+    assert loka.mods.apply(changed, "stored_sums", example=torch.randn(4, 24)).sites["stored_sums"]
+    torch._dynamo.reset()
+    compiled = torch.compile(changed, fullgraph=True)
+    for x in (torch.randn(6, 24), torch.randn(12, 24), torch.randn(20, 24)[5:]):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)

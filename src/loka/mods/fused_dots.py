@@ -48,8 +48,9 @@ class _ReplaceDots(TorchFunctionMode):
         super().__init__()
         self.replace = replace  # False: only check whether the kernel supports them
         self.faults: list[str] = []  # why the kernel does not support some pairs
-        self.transposes: list[tuple[Tensor, Tensor]] = []  # (transpose, its source)
-        self.products: list[tuple[Tensor, Tensor]] = []  # (x x^T, x)
+        # with whether gradients were enabled: what is made without them passes none to x
+        self.transposes: list[tuple[Tensor, Tensor, bool]] = []  # (transpose, its source, enabled)
+        self.products: list[tuple[Tensor, Tensor, bool]] = []  # (x x^T, x, enabled)
         self.concatenations: list[tuple[Tensor, Tensor, Tensor]] = []  # (result, first, second)
         self.saving = find_saving_hooks()
 
@@ -69,13 +70,13 @@ class _ReplaceDots(TorchFunctionMode):
             if self.concatenations:
                 self.concatenations.clear()
         elif is_transpose(func, args):
-            self.transposes.append((out, args[0]))
+            self.transposes.append((out, args[0], torch.is_grad_enabled()))
         elif func in _CONCATENATIONS and _joins_two(out, args, kwargs):
             self.concatenations.append((out, args[0][0], args[0][1]))
         elif func in _PRODUCTS and len(args) == 2:
-            for transpose, x in self.transposes:
-                if args[1] is transpose and args[0] is x:
-                    self.products.append((out, x))
+            for transpose, x, grad in self.transposes:
+                if args[1] is transpose and args[0] is x and grad == torch.is_grad_enabled():
+                    self.products.append((out, x, grad))
         return out
 
     def _replace_index(self, value: Any, index: Any) -> Tensor | None:
@@ -84,8 +85,8 @@ class _ReplaceDots(TorchFunctionMode):
         first, second = index[1], index[2]
         if index[0] != slice(None) or not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
-        for product, x in self.products:
-            if value is product:
+        for product, x, grad in self.products:
+            if value is product and grad == torch.is_grad_enabled():
                 if not self._check_pairs(x, first, second) or not self.replace:
                     return None
                 for made, head, rest in () if torch.is_grad_enabled() else self.concatenations:

@@ -8,22 +8,22 @@ shows which modules read one unchanged tensor. Where the forward may leave out o
 from it, they share in inference only. Sums are in another order: rounding.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from loka.mods.calling import find_saving_hooks, is_checkpointed
+from loka.mods.calling import find_saving_hooks
 from loka.mods.editor import Editor
 from loka.mods.feature_layout import OverFeatures
 from loka.mods.feature_products import OverFeaturesCalls
 from loka.mods.sharing import SHARED, Matrix, SharedFeatures, SharesFeatures, Transpose, WatchTransposes
 from loka.nn.wrapping import find_holder
 from loka.records.mods import ModClass
-from loka.units.example import call_model
+from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import set_mode, undisturbed
 
 
@@ -36,6 +36,7 @@ class _Read(NamedTuple):
     mixes: bool  # whether it is a linear over features
     x: Tensor
     version: int
+    saving: Any  # the hook of the checkpoint around it, or None: a compiler lets nothing out of a checkpoint
 
 
 class _Noting(SharedFeatures):
@@ -46,7 +47,6 @@ class _Noting(SharedFeatures):
     def __init__(self, name: str, reads: list[_Read]) -> None:
         self.name, self.reads = name, reads
         self.transposes: list[Transpose] = []
-        self.saving = find_saving_hooks()
 
     def forget(self) -> None:
         """Keep what was recorded: versions tell what was written to."""
@@ -64,8 +64,7 @@ class _Noting(SharedFeatures):
         return None
 
     def _note(self, matrix: Tensor, turned: bool, mixes: bool, x: Tensor) -> None:
-        if not is_checkpointed(self.saving):  # a compiler lets nothing out of a checkpoint
-            self.reads.append(_Read(self.name, matrix, turned, mixes, x, x._version))
+        self.reads.append(_Read(self.name, matrix, turned, mixes, x, x._version, find_saving_hooks()))
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class ShareFeatures:
             editor.change(holder, f"reads features once, in compiled code, for {said}", "rounding")
 
 
-def _run(editor: Editor, readers: list[tuple[str, nn.Module]]) -> tuple[list[_Read], set[int]]:
+def _run(editor: Editor, readers: Sequence[tuple[str, nn.Module]]) -> tuple[list[_Read], set[int]]:
     """Return what the modules read on the example, and the ids of the parameters that its output has gradients for.
 
     Tensors that are written to later are left out.
@@ -129,7 +128,7 @@ def _run(editor: Editor, readers: list[tuple[str, nn.Module]]) -> tuple[list[_Re
 
 def _find_reached(output: Any) -> set[int]:
     """Return the ids of the leaves that a backward from the output would reach. None is run."""
-    waiting = [value.grad_fn for value in tree_leaves(output) if isinstance(value, Tensor)]
+    waiting = [tensor.grad_fn for tensor in tensors_in(output)]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -151,10 +150,10 @@ def _always_trains(editor: Editor, group: list[_Read], reached: set[int]) -> boo
 def _find_groups(reads: list[_Read]) -> list[list[_Read]]:
     """Return the groups that read one tensor: one product and at least one linear, each called once."""
     names = [read.name for read in reads]
-    groups: dict[int, list[_Read]] = {}
+    groups: dict[tuple[int, int], list[_Read]] = {}
     for read in reads:
         if names.count(read.name) == 1:
-            groups.setdefault(id(read.x), []).append(read)
+            groups.setdefault((id(read.x), id(read.saving)), []).append(read)
     return [group for group in groups.values() if len(group) > 1 and sum(not read.mixes for read in group) == 1]
 
 

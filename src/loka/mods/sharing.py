@@ -117,12 +117,16 @@ class SharedFeatures:
         there = [weight for weight in weights if weight is not None]
         if matrix is None or len(there) < len(weights):
             return None
-        mixing = there[0] if len(there) == 1 else torch.cat(there)
-        products, mixed = multiply_and_mix(x, matrix.mT if self.product.turned else matrix, mixing)
-        parts, first = [], 0
-        for weight in there:  # not torch.split, whose results must not be written to in place
-            parts.append(mixed[:, first : first + weight.shape[0]])
-            first += weight.shape[0]
+        weight = matrix.mT if self.product.turned else matrix
+        if len(there) == 1:
+            products, mixed = multiply_and_mix(x, weight, there[0])
+            parts = [mixed]
+        else:
+            products, mixed = multiply_and_mix(x, weight, torch.cat(there))
+            parts, first = [], 0
+            for mixing in there:  # not torch.split, whose results must not be written to in place
+                parts.append(mixed[:, first : first + mixing.shape[0]])
+                first += mixing.shape[0]
         self.results = _Results(x, mode, products, tuple(parts))
         return self.results
 

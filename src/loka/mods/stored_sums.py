@@ -35,7 +35,7 @@ class StoreInput:
         if not torch.compiler.is_compiling() or torch.is_grad_enabled() or not args:
             return None
         x = args[0]
-        if type(x) is not Tensor or not x.is_contiguous():  # a subclass (DTensor) may not support such views
+        if not isinstance(x, Tensor) or not x.is_contiguous():
             return None
         return (x.as_strided(x.size(), x.stride()), *args[1:]), kwargs
 
