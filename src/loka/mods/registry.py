@@ -39,7 +39,7 @@ MODS: dict[str, type[Mod]] = {
     "stored_sums": StoreSums,
     "fuse": Fuse,
 }
-# the same function up to rounding, and never slower: `loka.tune` and `plan_everything` apply these by default
+# the same function up to rounding, and faster or as fast where they were measured: `loka.tune` applies these by itself
 FREE = (
     "feature_layout",
     "feature_products",
@@ -48,6 +48,7 @@ FREE = (
     "attention_layout",
     "narrow_outputs",
     "weighted_sums",
+    "stored_sums",
 )
 # the architecture changes that `loka.tune(architecture=True)` applies; the model must be trained with them
 CORE = ("no_bias", "block_norm", "hard_swish")
