@@ -156,6 +156,22 @@ def test_compiled_it_is_one_graph(name: str, device: torch.device) -> None:
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
 
+@every_backend
+def test_compiled_with_other_mixtures_it_is_one_graph(name: str, device: torch.device) -> None:
+    """How the kernel is launched is decided while the compiler traces."""
+    supported(name, 9, 16, 4, torch.float16, device)
+    torch._dynamo.reset()
+    shapes = (6, 9, 16), (4, 9), (5, 9)
+    leaves = [torch.randn(*shape, device=device).half().requires_grad_() for shape in shapes]
+    compiled = torch.compile(mix_and_multiply, backend="aot_eager", fullgraph=True)
+    results = [run(*leaves, backend=name) for run in (compiled, mix_and_multiply)]
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+    losses = [sum(part.float().square().sum() for part in parts) for parts in results]
+    for found, expected in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.05)
+
+
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"x is \(2, 9, 16\) and mixing \(9, 3\), expected \[B, n, d\] and \[m, n\]"):
         mix_and_multiply(torch.zeros(2, 9, 16), torch.zeros(4, 9), torch.zeros(9, 3))

@@ -10,40 +10,28 @@ which chains read one tensor, and that nothing writes to it in between (`noting_
 compiled code not every write is visible; those that are discard the copy as well. In eager mode nothing is shared.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from loka.formats import QTensor
 from loka.lowp.chain import Chain, chains_of
 from loka.nn.mixing import mix, unmix
+from loka.nn.sharing import Shared, run_sharing
 from loka.nn.wrapping import find_holder
-from loka.nn.writing import writes
 
 SHARED = "loka_shared_inputs"  # attribute of the module that contains the chains: its SharedInputs
 
 
-class SharedInput:
+class SharedInput(Shared):
     """The tensor that chains with a common scale quantized last, while the forward around them is compiled."""
 
     def __init__(self) -> None:
-        self.open = False
         self.x: Tensor | None = None
         self.quantized: QTensor | None = None
-
-    def begin(self) -> None:
-        """Start sharing: the forward around the chains begins."""
-        self.forget()
-        self.open = True
-
-    def end(self) -> None:
-        """Stop sharing: the forward is over."""
-        self.open = False
-        self.forget()
 
     def forget(self) -> None:
         """Discard the quantized tensor, whose source may have changed."""
@@ -59,38 +47,12 @@ class SharedInput:
             self.x, self.quantized = x, quantized
 
 
-class _ForgetWritten(TorchFunctionMode):
-    """Discard shared tensors after any in-place write."""
-
-    def __init__(self, shared: Sequence[SharedInput]) -> None:
-        super().__init__()
-        self.shared = shared
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if writes(func, args, kwargs):
-            for shared in self.shared:
-                shared.forget()
-        return out
-
-
 class _Sharing(nn.Module):
     """Mixed in before the class of the module that contains the chains."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward with sharing, if it is being compiled."""
-        if not torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        shared = self.__dict__[SHARED]
-        for one in shared:
-            one.begin()
-        try:
-            with _ForgetWritten(shared):
-                return super().forward(*args, **kwargs)
-        finally:
-            for one in shared:
-                one.end()
+        return run_sharing(self.__dict__[SHARED], super().forward, *args, **kwargs)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from loka.mods.calling import find_saving_hooks
 from loka.mods.editor import Editor
 from loka.mods.feature_layout import OverFeatures
 from loka.mods.feature_products import OverFeaturesCalls
-from loka.mods.sharing import SHARED, Matrix, SharedFeatures, SharesFeatures, Transpose, WatchTransposes
+from loka.mods.sharing import SHARED, Matrix, SharedFeatures, SharesFeatures, Transpose
+from loka.nn.sharing import Watch
 from loka.nn.wrapping import find_holder
 from loka.records.mods import ModClass
 from loka.units.example import call_model, tensors_in
@@ -117,7 +118,7 @@ def _run(editor: Editor, readers: Sequence[tuple[str, nn.Module]]) -> tuple[list
             for (_, module), one in zip(readers, noting, strict=True):
                 module.__dict__[SHARED] = one
                 stack.callback(module.__dict__.pop, SHARED)
-            stack.enter_context(WatchTransposes(noting))
+            stack.enter_context(Watch(noting))
             set_mode(editor.model, False)
             reached = _find_reached(call_model(editor.model, editor.example))
     except Exception as error:  # whatever a user's forward raises

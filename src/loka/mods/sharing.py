@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from loka.nn.mix import compute_dtype, multiply_and_mix
-from loka.nn.writing import writes
+from loka.nn.sharing import Shared, run_sharing
 
 SHARED = "loka_shared_features"  # attribute of a module: the SharedFeatures it belongs to
 # (transpose, its source, whether gradients were enabled: a transpose made without them passes none to the source)
@@ -52,7 +51,7 @@ class _Results(NamedTuple):
     mixed: tuple[Tensor, ...]
 
 
-class SharedFeatures:
+class SharedFeatures(Shared):
     """What modules that read one batch of features have computed from it.
 
     Args:
@@ -67,28 +66,18 @@ class SharedFeatures:
 
     def __init__(self, product: Matrix, mixers: Sequence[Matrix], *, trains: bool) -> None:
         self.product, self.mixers, self.trains = product, tuple(mixers), trains
-        self.open = False
         self.transposes: list[Transpose] = []
         self.results: _Results | None = None
-
-    def begin(self) -> None:
-        """Start sharing: the forward around the modules begins."""
-        self.forget()
-        self.open = True
-
-    def end(self) -> None:
-        """Stop sharing: the forward is over."""
-        self.open = False
-        self.forget()
 
     def forget(self) -> None:
         """Discard all tensors, which may have changed."""
         self.transposes = []
         self.results = None
 
-    def record_transpose(self, transpose: Tensor, source: Tensor) -> None:
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Remember what a transposed tensor is a transpose of."""
-        self.transposes.append((transpose, source, torch.is_grad_enabled()))
+        if is_named_transpose(func, args, kwargs):
+            self.transposes.append((out, args[0], torch.is_grad_enabled()))
 
     def find_mixture(self, module: nn.Module, transposed: Tensor) -> Tensor | None:
         """Return W x [B, m, d] of a linear over features that is called with x^T, or None if nothing is shared."""
@@ -138,35 +127,7 @@ class SharesFeatures(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward with sharing, if it is being compiled."""
-        if not torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        for group in self.loka_groups:
-            group.begin()
-        try:
-            with WatchTransposes(self.loka_groups):
-                return super().forward(*args, **kwargs)
-        finally:
-            for group in self.loka_groups:
-                group.end()
-
-
-class WatchTransposes(TorchFunctionMode):
-    """Records transposes for groups, and lets them forget everything after an in-place write."""
-
-    def __init__(self, groups: Sequence[SharedFeatures]) -> None:
-        super().__init__()
-        self.groups = groups
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if writes(func, args, kwargs):
-            for group in self.groups:
-                group.forget()
-        elif is_named_transpose(func, args, kwargs):
-            for group in self.groups:
-                group.record_transpose(out, args[0])
-        return out
+        return run_sharing(self.loka_groups, super().forward, *args, **kwargs)
 
 
 _TRANSPOSES = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)

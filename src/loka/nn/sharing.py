@@ -1,0 +1,81 @@
+"""Let modules share what they compute from one tensor, while the forward of the module that contains them is compiled.
+
+A mixin of the containing module runs its forward through `run_sharing`. The modules inside keep a reference to a
+`Shared` and use it only while it is open. After any in-place write everything is forgotten, since a shared tensor may
+have changed. Eager calls share nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from loka.nn.writing import writes
+
+
+class Shared:
+    """What some modules share. Subclasses hold the tensors, and discard them in `forget`."""
+
+    open = False  # whether the forward around the modules runs, compiled
+
+    def begin(self) -> None:
+        """Start sharing: the forward around the modules begins."""
+        self.forget()
+        self.open = True
+
+    def end(self) -> None:
+        """Stop sharing: the forward is over."""
+        self.open = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard all tensors, which may have changed."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what to forget")
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Take note of a torch function that the forward has called and that wrote to no tensor."""
+
+
+class Watch(TorchFunctionMode):
+    """Shows every torch function to shared states, and lets them forget everything after an in-place write."""
+
+    def __init__(self, shared: Sequence[Shared]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, then tell the shared states."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        written = writes(func, args, kwargs)
+        for one in self.shared:
+            if written:
+                one.forget()
+            else:
+                one.see(func, args, kwargs, out)
+        return out
+
+
+def run_sharing(shared: Sequence[Shared], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward with sharing if it is being compiled, and without otherwise.
+
+    Args:
+        shared: the states of the modules inside.
+        forward: the original forward of the module that contains them.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        Its result.
+    """
+    if not torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    for one in shared:
+        one.begin()
+    try:
+        with Watch(shared):
+            return forward(*args, **kwargs)
+    finally:
+        for one in shared:
+            one.end()
