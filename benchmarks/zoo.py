@@ -15,6 +15,7 @@ Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs", `
     loka-towers             the same units without those mods: chains of linears in FP8 and nothing else
     bf16-layout             those mods alone, in bf16: what is not FP8's share
     loka-mods               no_bias, block_norm and hard_swish first: another architecture
+    bf16-mods               that architecture and those mods, in bf16
     loka-tune               `loka.tune`, which chooses between all of these
     bf16-before             bf16 in the checkout that `--before` names, for the two families of ours (interformer, hstu), which are asked for by name
 
@@ -251,8 +252,9 @@ def prepare(model, way, inputs, mode, facts):
         plan = loka.Plan.load(Path(os.environ[PLANS]) / f"{way.removeprefix('plan-')}.json")
         facts["summary"] = str(loka.convert(model, plan, example=example, freeze=mode == "infer"))[:4000]
         return model
-    if way == "bf16-layout":
-        facts["summary"] = str(loka.mods.apply(model, list(loka.mods.FREE), example=example))[:4000]
+    architecture = ["no_bias", "block_norm", "hard_swish"] if way in ("loka-mods", "bf16-mods") else []
+    if way in ("bf16-layout", "bf16-mods"):
+        facts["summary"] = str(loka.mods.apply(model, [*architecture, *loka.mods.FREE], example=example))[:4000]
         return model
     if way == "loka-tune":
         batches = [(inputs, None)] * 4
@@ -261,8 +263,7 @@ def prepare(model, way, inputs, mode, facts):
         )
         facts["summary"] = str(tuned)[:6000]
         return tuned.model
-    mods = [*(["no_bias", "block_norm", "hard_swish"] if way == "loka-mods" else []), *loka.mods.FREE]
-    mods = [] if way == "loka-towers" else mods
+    mods = [] if way == "loka-towers" else [*architecture, *loka.mods.FREE]
     plan = loka.placing.plan_everything(model, example, mods=mods, serving=mode == "infer", linears=256)
     conversion = loka.convert(model, plan, example=example, freeze=mode == "infer")
     facts["summary"] = str(conversion)[:4000]

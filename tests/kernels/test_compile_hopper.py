@@ -124,8 +124,8 @@ CONFIGURATIONS = {
         {"partial_ptr": S, "s_ptr": S}, {"PARTS": 64, "BLOCK": 64, "E5M2": False, "POW2": True}, {"num_warps": 4},
     ),
     ("norm_quantize", "_forward", "layer norm to 1x128"): (
-        {**QUANTIZE, "xs_ptr": S, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "made_ptr": S, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "eps": "fp32", **DRAW},
-        {**NORM, "ROWS": 1, "WIDE": 4096, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True, "EVEN": True, "X_SCALE": 0, "AMAX": True, "ALIGN": 16, "STAGES": 3},
+        {**QUANTIZE, "xs_ptr": S, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "made_ptr": S, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "head_ptr": X, "dots_ptr": S, "eps": "fp32", **DRAW},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "REST": 0, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True, "EVEN": True, "X_SCALE": 0, "AMAX": True, "ALIGN": 16, "HEADS": 3, "STAGES": 3},
         {"num_warps": 4},
     ),
     ("norm_quantize", "_backward", "layer norm"): (

@@ -39,11 +39,11 @@ TILE = {
     "PREROUND": False,
 }
 ROWS = {
-    **COMMON, "made_ptr": S, "x_ptr": Q, "r_ptr": X, "h_ptr": X, "q_ptr": Q, "y_ptr": X, "eps": "fp32",
+    **COMMON, "made_ptr": S, "x_ptr": Q, "r_ptr": X, "h_ptr": X, "q_ptr": Q, "y_ptr": X, "head_ptr": X, "dots_ptr": S, "eps": "fp32",
 }  # fmt: skip
 ALONE = {
-    "ROWS": 1, "WIDE": 4096, "NORM": 0, "WEIGHT": True, "BIAS": True, "RESIDUAL": False, "OUT": True, "SCALE": 0, "E5M2": False, "POW2": False,
-    "X_SCALE": 1, "AMAX": True, "FULL": False, "EVEN": True, "ALIGN": 16, "DROP": False, "STAGES": 3, "PREROUND": False,
+    "ROWS": 1, "WIDE": 2048, "REST": 1024, "NORM": 0, "WEIGHT": True, "BIAS": True, "RESIDUAL": False, "OUT": True, "SCALE": 0, "E5M2": False, "POW2": False,
+    "X_SCALE": 1, "AMAX": True, "FULL": True, "EVEN": True, "ALIGN": 16, "DROP": False, "HEADS": 2, "STAGES": 3, "PREROUND": False,
 }  # fmt: skip
 
 

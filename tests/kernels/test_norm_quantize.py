@@ -83,6 +83,9 @@ CASES = [
     Case("layer", "silu", "e4m3:row", (29, 2100), affine=True, residual=True),
     Case("rms", "sigmoid", "e4m3:1x128", (14, 5000), residual=True),
     Case("block", "relu", "e4m3:tensor:static", (25, 4096)),
+    # rows of two parts that end where the row does (512 + 256)
+    Case("layer", "silu", "e4m3:tensor:static", (6, 768), torch.bfloat16, affine=True, out=torch.bfloat16),
+    Case("block", "hard_swish", "e4m3:1x128", (5, 768), residual=True),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -216,6 +219,34 @@ def test_backward_is_autograd_in_float64(name: str, case: Case, device: torch.de
 
 
 @every_backend
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("case", [case for case in CASES if case.shape[1] in (300, 768, 2100, 4096)], ids=str)
+def test_products_with_a_head(name: str, case: Case, heads: int, device: torch.device) -> None:
+    supported(name, case, device)
+    x, extra = operands(case, device)
+    head = torch.randn(heads, case.shape[1], device=device).to(case.dtype)
+    alone = norm_quantize(x, None, norm=case.norm, activation=case.activation, head=head, backend=name, **extra)
+    y = exact(alone.h, case, **parameters(extra))
+    assert alone.q is None
+    assert alone.y is None
+    size = (y.abs() @ head.double().abs().T).clamp(min=1e-30)
+    assert float(((alone.dots.double() - y @ head.double().T) / size).abs().max()) < FLOAT32
+    beside = run(name, case, x, head=head, **extra).dots  # of q, which is another kernel: sums in another order
+    assert float(((beside - alone.dots) / size).abs().max()) < FLOAT32
+    assert run(name, case, x, **extra).dots is None
+
+
+@pytest.mark.parametrize("width", [1, 256, 257, 384, 512, 513, 768, 1000, 1536, 3072, 4000, 5000, 8192, 12000, 16384])
+def test_a_row_is_covered_by_two_powers_of_two(width: int) -> None:
+    kernels = pytest.importorskip("loka.kernels.norm_quantize.triton_kernels", exc_type=ImportError)
+    first, rest = kernels.split_row(width)
+    assert all(part & (part - 1) == 0 and part % 256 == 0 for part in (first, rest))
+    assert width <= first + rest <= max(256, 2 * width - 1)
+    if rest:
+        assert first < width <= first + rest < 2 * first
+
+
+@every_backend
 @pytest.mark.parametrize("norm", ["layer", "rms", "block"])
 def test_zero_rows_stay_zero_and_have_finite_gradients(name: str, norm: str, device: torch.device) -> None:
     case = Case(norm, "silu", "e4m3:row", (3, 40))
@@ -333,6 +364,8 @@ def test_triton_refuses_with_the_reason(call: NormCall, reason: str) -> None:
 
 
 def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="at most 8 rows here, got 9"):
+        NormCall(4, 8, None, "layer", heads=9)
     x, spec = torch.ones(2, 300), Spec.parse("e4m3:row")
     with pytest.raises(ValueError, match="norm 'batch' is not one of layer, rms, block"):
         norm_quantize(x, spec, norm="batch")

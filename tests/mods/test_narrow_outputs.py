@@ -1,5 +1,7 @@
 """narrow_outputs: the same values and gradients compiled, nn.Linear's own bits in eager mode, wide linears left."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -80,18 +82,134 @@ def test_wide_and_parametrised_linears_are_left() -> None:
     assert "parametrised" in done.summary.left[0].why or "more than" in done.summary.left[0].why
 
 
-def test_a_head_over_a_concatenation_is_left() -> None:
-    class Joined(nn.Module):
+class Joins(nn.Module):
+    """A head over a concatenation; `write` changes a part before the head reads it."""
+
+    def __init__(self, write: str = "") -> None:
+        super().__init__()
+        self.a, self.b, self.last, self.drop = nn.Linear(8, 6), nn.Linear(8, 5), nn.Linear(11, 2), nn.Dropout(0.5)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a(x), self.b(x)
+        joined = torch.cat([a, b], -1)
+        if self.write == "seen":
+            a.mul_(2)
+        elif self.write == "hidden":
+            torch._foreach_mul_([a], 2.0)
+        return self.last(self.drop(joined))
+
+
+class Norms(nn.Module):
+    """A head behind a norm and an activation."""
+
+    def __init__(self, norm: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 24), norm, activation, nn.Dropout(0.5))
+        self.last = nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.body(x))
+
+
+def calls_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    """The compiled result, and the functions in the graph whose results are used."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graph.graph.eliminate_dead_code()
+        graphs.append(graph)
+        return graph.forward
+
+    y = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)
+    return y, [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (3, 2, 8)])
+def test_a_head_sums_over_the_parts_of_a_concatenation_in_inference(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = Joins().eval(), torch.randn(shape)
+    expected, before = step(model, x), snapshot(model)
+    done = mods.apply(model, "narrow_outputs", example=x)
+    assert [change.site for change in done.summary.changed] == ["last"]
+    assert "parts of the concatenation" in done.summary.changed[0].what
+    with torch.no_grad():
+        y, calls = calls_of(model, x)
+    torch.testing.assert_close(y, expected[0], rtol=1e-5, atol=1e-6)
+    assert not any("cat" in call for call in calls)
+    torch._dynamo.reset()
+    torch.testing.assert_close(step(torch.compile(model, backend="aot_eager"), x), expected, rtol=1e-5, atol=1e-6)
+    assert any("cat" in call for call in calls_of(model, x)[1])  # with gradients it is the GEMM that it was
+    torch.testing.assert_close(step(model, x), expected, rtol=0, atol=0)
+    mods.revert(model)
+    assert_same_state(model, before)
+
+
+@pytest.mark.parametrize("write", ["seen", "hidden"])
+def test_a_part_that_is_written_to_is_not_read_again(write: str) -> None:
+    torch.manual_seed(0)
+    model, x = Joins(write).eval(), torch.randn(5, 8)
+    with torch.no_grad():
+        expected = model(x)
+        mods.apply(model, "narrow_outputs", example=x)
+        found = torch.compile(model, backend="aot_eager")(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+NORMS = {"layer": nn.LayerNorm(24), "bare": nn.LayerNorm(24, elementwise_affine=False), "rms": nn.RMSNorm(24, eps=1e-5)}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU(), nn.GELU(), nn.Identity(), nn.LeakyReLU(0.2), nn.SiLU(inplace=True)], ids=str)  # fmt: skip
+def test_a_head_behind_a_wide_norm_runs_in_the_kernel_of_the_norm(
+    norm: str, activation: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loka.mods.narrow_outputs.WIDE", 16)
+    torch.manual_seed(0)
+    model, x = Norms(copy.deepcopy(NORMS[norm]), activation).eval(), torch.randn(3, 5, 8)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    expected, before = step(model, x), snapshot(model)
+    done = mods.apply(model, "narrow_outputs", example=x)
+    with torch.no_grad():
+        y, calls = calls_of(model, x)
+    torch.testing.assert_close(y, expected[0], rtol=1e-5, atol=1e-5)
+    known = not isinstance(activation, nn.LeakyReLU) and not getattr(activation, "inplace", False)
+    assert ("kernel of the norm" in done.summary.changed[0].what) == known
+    assert any("norm" in call for call in calls) != known
+    torch._dynamo.reset()
+    torch.testing.assert_close(step(torch.compile(model, backend="aot_eager"), x), expected, rtol=1e-5, atol=1e-5)
+    mods.revert(model)
+    assert_same_state(model, before)
+
+
+def test_what_draws_or_changes_the_input_of_a_head_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout in training mode without gradients, and a hook that changes what the norm returns."""
+    monkeypatch.setattr("loka.mods.narrow_outputs.WIDE", 16)
+    torch.manual_seed(0)
+    model, x = Norms(nn.LayerNorm(24), nn.SiLU()), torch.randn(5, 8)
+    mods.apply(model, "narrow_outputs", example=x)
+    with torch.no_grad():
+        assert any("dropout" in call for call in calls_of(model.train(), x)[1])
+        torch._dynamo.reset()
+        model.eval()
+        model.body[1].register_forward_hook(lambda module, args, out: out * 3)
+        torch.testing.assert_close(calls_of(model, x)[0], model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_that_is_called_twice_asks_for_no_origin() -> None:
+    class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.last = nn.Linear(8, 6), nn.Linear(8, 5), nn.Linear(11, 1)
+            self.last = nn.Linear(16, 1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(torch.cat([self.a(x), self.b(x)], 1))
+            return self.last(torch.cat([x, x + 1], 1)) + self.last(torch.cat([x, x], 1))
 
-    done = mods.apply(Joined(), "narrow_outputs", example=torch.randn(2, 8))
-    assert not done.summary.changed
-    assert "reads a concatenation" in done.summary.left[0].why
+    model, x = Twice(), torch.randn(5, 8)
+    mods.apply(model, "narrow_outputs", example=x)
+    with torch.no_grad():
+        torch.testing.assert_close(calls_of(model, x)[0], model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_float64_stays_float64() -> None:

@@ -10,8 +10,12 @@ then never reach memory), and dx with whatever uses it. dW stays a GEMM, of a gr
 A gate over six experts is too wide for sums, and slow as a GEMM of six columns: two of them over 8,192 x 1,536 take 35
 us on an H200, padded with zeros to eight columns 24, the padding included. `align_shapes` does that for wider linears.
 
-A linear that reads a concatenation is left unchanged: the sum over its parts was slower than writing it once. In eager
-mode the module runs as a plain nn.Linear. Sums are in float32: rounding.
+A linear that reads a concatenation sums over its parts in compiled inference, so that the concatenation is never
+written: 62 us instead of 89 for a head over 3456 + 1024 columns and 8192 rows. In training it stays a GEMM: sums over
+the fused concatenation would mask every load (132 us). Behind a norm over more than 1024 columns, which the compiler
+would read twice, one kernel normalizes, activates and sums in compiled inference (`loka.kernels.norm_quantize`).
+
+In eager mode the module runs as a plain nn.Linear. Sums are in float32: rounding.
 """
 
 import functools
@@ -23,15 +27,17 @@ import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
+from loka.kernels.norm_quantize import norm_quantize
 from loka.mods.align_shapes import Aligned, is_aligned, round_up
 from loka.mods.editor import Editor
-from loka.nn.mix import compute_dtype
+from loka.mods.origins import ORIGINS, Joined, Normed, Origin, Origins, SeesOrigins, find_origins
+from loka.nn.mix import compute_dtype, without_autocast
 from loka.records.mods import ModClass
-from loka.units.flow import Flow, Unknown
 
 FEW = 4  # up to this many outputs are computed as sums, which read x once for all
 SEVERAL = 64  # linears with fewer outputs are padded here; wider ones are for low precision and `align_shapes`
 ALIGNED = 8  # a 16-bit GEMM needs a multiple of this many columns
+WIDE = 1024  # a compiler keeps narrower rows in registers, and needs no help with a norm over them
 DEEP = 256  # outputs are padded from this many inputs on: chosen, not measured; padding the weight takes a kernel
 
 
@@ -84,17 +90,58 @@ def sum_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return y if bias is None else y + bias.to(y.dtype)
 
 
+def sum_from_origin(origin: Origin, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Compute `F.linear` from what its input was made of. It has no gradient.
+
+    Args:
+        origin: the parts of a concatenation, or the input of a norm.
+        weight: [N, K], N at most 8.
+        bias: [N] or None.
+        dtype: of the result.
+
+    Returns:
+        [..., N].
+
+    Example:
+        >>> sum_from_origin(Joined((a, b)), head.weight, head.bias, a.dtype)  # head(torch.cat([a, b], -1))
+    """
+    x = origin.x if isinstance(origin, Normed) else origin.parts[0]
+    with without_autocast(x):
+        if isinstance(origin, Normed):
+            made = norm_quantize(
+                x.flatten(0, -2), None, norm=origin.norm, weight=origin.weight, bias=origin.bias, activation=origin.activation, eps=origin.eps, head=weight
+            )  # fmt: skip
+            assert made.dots is not None
+            y = made.dots.reshape(*x.shape[:-1], weight.shape[0])
+        else:
+            rows = torch.split(weight.float(), [part.shape[-1] for part in origin.parts], 1)
+            sums = [_sum_rows(part.float(), some) for part, some in zip(origin.parts, rows, strict=True)]
+            y = functools.reduce(torch.add, sums)
+        return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def _sum_rows(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack([(x * row).sum(-1) for row in weight.unbind()], -1)
+
+
 class FewOutputs(nn.Module):
     """Mixin for an nn.Linear with few outputs: computed as sums in compiled code."""
 
     in_features: int
     weight: Tensor
     bias: Tensor | None
+    loka_joined = False  # whether it reads a concatenation
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         plain = input.dim() < 2 or input.shape[-1] != self.in_features or input.dtype == torch.float64
         if not torch.compiler.is_compiling() or plain:  # sums are in float32
+            return super().forward(input)  # type: ignore[no-any-return]
+        origins: Origins | None = self.__dict__.get(ORIGINS)
+        origin = None if origins is None else origins.find(input)
+        if origin is not None:
+            return sum_from_origin(origin, self.weight, self.bias, compute_dtype(input))
+        if self.loka_joined:
             return super().forward(input)  # type: ignore[no-any-return]
         return sum_products(input, self.weight, self.bias)
 
@@ -113,18 +160,6 @@ class PaddedOutputs(Aligned):
     forward.loka_is_linear = True  # type: ignore[attr-defined]
 
 
-def _reads_concatenation(flow: Flow | Unknown, name: str) -> bool:
-    """Return True if the linear reads a concatenation on the example.
-
-    Sums over a fused concatenation mask every load: 131 us instead of 84 for a head over 3456 + 1024 columns and 8192
-    rows on an H200.
-    """
-    if isinstance(flow, Unknown):
-        return False
-    makers = [flow.maker(call.inputs[0]) for call in flow.calls_of(name)]
-    return any(maker is not None and maker.op in ("cat", "concat") for maker in makers)
-
-
 @dataclass(frozen=True)
 class NarrowOutputs:
     """In compiled code, compute linears of up to 4 outputs as sums and pad up to 63 to a multiple of 8. No options."""
@@ -134,6 +169,7 @@ class NarrowOutputs:
 
     def rewrite(self, editor: Editor) -> None:
         """Rewrite every plain nn.Linear with few outputs."""
+        few_outputs: list[str] = []
         for name, linear in editor.modules(nn.Linear):
             assert isinstance(linear, nn.Linear)
             few = linear.out_features <= FEW
@@ -149,8 +185,23 @@ class NarrowOutputs:
             elif padded:
                 editor.mix(name, PaddedOutputs, loka_multiple=ALIGNED)
                 editor.change(name, f"{linear.out_features} outputs, compiled as {round_up(linear.out_features, ALIGNED)}", "rounding")  # fmt: skip
-            elif _reads_concatenation(editor.flow, name):
-                editor.leave(name, "it reads a concatenation, over which sums are slower than its GEMM; hint: keep it")
             else:
-                editor.mix(name, FewOutputs)
-                editor.change(name, f"{linear.out_features} outputs, compiled as sums", "rounding")
+                few_outputs.append(name)
+        found = find_origins(editor, few_outputs)
+        seen: dict[str, Origins] = {}
+        for name in few_outputs:
+            origin, holder = found.get(name, (None, ""))
+            said = f"{editor.model.get_submodule(name).out_features} outputs, compiled as sums"
+            if isinstance(origin, Joined):
+                said += "; in inference, over the parts of the concatenation that it reads"
+            elif isinstance(origin, Normed) and origin.x.shape[-1] > WIDE:
+                said += "; in inference, by the kernel of the norm before it"
+            else:
+                origin = None
+            editor.mix(name, FewOutputs, **({"loka_joined": True} if isinstance(origin, Joined) else {}))
+            if origin is not None:
+                if holder not in seen:
+                    seen[holder] = Origins()
+                    editor.mix(holder, SeesOrigins, loka_origins=(seen[holder],))
+                editor.mark(name, ORIGINS, seen[holder])
+            editor.change(name, said, "rounding")

@@ -8,7 +8,7 @@ from torch import Tensor
 from loka.formats import QTensor, Spec
 from loka.kernels.dropout import Dropout, draws
 from loka.kernels.norm_quantize.call import NormCall, NormGradient, NormGradientCall, NormResult
-from loka.kernels.registry import pick
+from loka.kernels.registry import load, pick
 
 __all__ = ["NormCall", "NormGradient", "NormGradientCall", "NormResult", "norm_gradient", "norm_quantize"]
 
@@ -28,13 +28,14 @@ def norm_quantize(
     transpose: bool = False,
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
+    head: Tensor | None = None,
     backend: str = "auto",
 ) -> NormResult:
     """Return q = quantize(activation(norm(x + residual) * weight + bias)) for x [M, K].
 
     Args:
         x: a 16- or 32-bit tensor, or FP8 with one scale for the tensor or per row.
-        spec: the format of q; None writes `out_dtype` alone.
+        spec: the format of q; None quantizes nothing.
         norm: "layer", "rms" (both over the whole row), or "block" (RMS of each 256 columns, without parameters).
         weight: [K], for layer and rms.
         bias: [K], for layer and rms.
@@ -47,10 +48,12 @@ def norm_quantize(
         amax: a float32 scalar, raised in place to the largest finite |output| before dropout and quantization.
         dropout: drops elements of the output: output * kept / (1 - p). A given scale is for the values before the
             factor 1 / (1 - p), which goes into the scale of q.
+        head: [N, K] with at most eight rows, such as the weight of a ranker's last linear: also return the products of the
+            output with them, before it is quantized. With `spec` and `out_dtype` None nothing else is written.
         backend: a backend of the registry, or "auto".
 
     Returns:
-        The output both ways, h = x + residual, and mean and rstd for `norm_gradient`.
+        The output both ways, h = x + residual, mean and rstd for `norm_gradient`, and the products with a head.
 
     Example:
         >>> kept = norm_quantize(x, Spec.parse("e4m3:row"), norm="layer", weight=w, bias=b, activation="silu")
@@ -60,9 +63,9 @@ def norm_quantize(
     affine = weight is not None or bias is not None
     kept = x.spec if isinstance(x, QTensor) else None
     dtype = x.data.dtype if isinstance(x, QTensor) else x.dtype
-    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, dtype, out_dtype, transpose, kept, draws(dropout, x.device))  # fmt: skip
+    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, dtype, out_dtype, transpose, kept, draws(dropout, x.device), 0 if head is None else head.shape[0])  # fmt: skip
     chosen = pick("norm_quantize", backend, call, x.device)
-    result = chosen.backend.run(x, call, weight=weight, bias=bias, residual=residual, eps=eps, scale=scale, amax=amax, dropout=dropout)  # fmt: skip
+    result = chosen.backend.run(x, call, weight=weight, bias=bias, residual=residual, eps=eps, scale=scale, amax=amax, dropout=dropout, head=head)  # fmt: skip
     return cast(NormResult, result)
 
 
@@ -117,3 +120,6 @@ def norm_gradient(
 def _check_amax(amax: Tensor | None) -> None:
     if amax is not None and (amax.numel() != 1 or amax.dtype != torch.float32):
         raise ValueError(f"amax is a float32 scalar that is raised in place, got {amax.dtype} {tuple(amax.shape)}")
+
+
+load("norm_quantize")  # at import: torch.compile cannot trace an import inside a call

@@ -10,6 +10,7 @@ from loka.kernels.activation import check_activation
 from loka.kernels.fused_linear.call import NORM_EPS
 
 NORMS = ("layer", "rms", "block")
+MOST_HEADS = 8  # each is a reduction over the row, after the norm
 EPS = {"layer": 1e-5, "rms": 1e-6, "block": NORM_EPS}
 
 
@@ -29,11 +30,18 @@ class NormCall:
     transpose: bool = False
     kept: Spec | None = None
     dropout: bool = False
+    heads: int = 0
 
     def __post_init__(self) -> None:
         _check(self.norm, self.activation, affine=self.affine, kept=self.kept)
-        if self.spec is None and self.out_dtype is None:
-            raise ValueError("norm_quantize was asked for nothing: give a spec, an out_dtype, or both")
+        if self.spec is None and self.out_dtype is None and not self.heads:
+            raise ValueError(
+                "norm_quantize was asked for nothing: give a spec, an out_dtype, a head, or several of them"
+            )
+        if self.heads > MOST_HEADS:
+            raise ValueError(
+                f"a head has at most {MOST_HEADS} rows here, got {self.heads}; hint: a GEMM after the norm"
+            )
         if self.kept is not None and self.residual:
             raise ValueError(f"x is {self.kept}: a sum with a residual is no FP8 tensor; hint: dequantize x first")
         if self.transpose and not _given(self.spec):
@@ -43,7 +51,12 @@ class NormCall:
 
     def __str__(self) -> str:
         x = f" {self.kept}" if self.kept else ""
-        out = self.spec or str(self.out_dtype).removeprefix("torch.")
+        wide = (
+            f"{self.heads} dots"
+            if self.heads and self.out_dtype is None
+            else str(self.out_dtype).removeprefix("torch.")
+        )
+        out = self.spec or wide
         sources = f"{x} {'residual+' if self.residual else ''}{self.norm} {self.activation}"
         return f"{self.m}x{self.k}{sources} -> {out}{' + T' if self.transpose else ''}{' +dropout' if self.dropout else ''}"
 
@@ -99,6 +112,7 @@ class NormResult:
     mean: Tensor | None  # [M, 1] for layer norm
     rstd: Tensor  # [M, 1], or [M, blocks] for block norm
     q_t: QTensor | None = None  # q^T [K, M], if requested
+    dots: Tensor | None = None  # the output before quantization times a head, [M, N] in float32, if requested
 
 
 @dataclass(frozen=True)

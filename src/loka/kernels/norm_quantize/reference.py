@@ -3,7 +3,7 @@
 h    = x + residual                rounded to x's dtype, since it is the residual stream; an FP8 x is dequantized
 xhat = (h - mean) * rstd           layer;  h * rstd for rms (per row) and block (per 256 columns)
 p    = xhat * weight + bias
-y    = activation(p);   q = quantize(y);   amax = max(amax, largest finite |y|)
+y    = activation(p);   q = quantize(y);   amax = max(amax, largest finite |y|);   dots = y head^T
 
 dp   = dy * activation'(p)
 dx   = rstd * (dxhat - [mean(dxhat)] - xhat * mean(dxhat * xhat)),   dxhat = dp * weight;  [] for layer norm only
@@ -73,6 +73,7 @@ def run(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
+    head: Tensor | None = None,
 ) -> NormResult:
     """See `loka.kernels.norm_quantize`."""
     spec, norm = call.spec, call.norm
@@ -88,7 +89,8 @@ def run(
     q_t = quantize(quantized.T.contiguous(), spec, scale=scale) if call.transpose and spec is not None else None
     if dropout is not None and scale is not None:
         q, q_t = (None if made is None else QTensor(made.data, made.scale * factor, made.spec) for made in (q, q_t))
-    return NormResult(q, None if call.out_dtype is None else wide.to(call.out_dtype), h, mean, rstd, q_t)
+    dots = None if head is None else wide @ head.float().T
+    return NormResult(q, None if call.out_dtype is None else wide.to(call.out_dtype), h, mean, rstd, q_t, dots)
 
 
 def gradient(

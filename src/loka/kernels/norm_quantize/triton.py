@@ -57,6 +57,8 @@ def _supports_width(k: int) -> Verdict:
 def _supports_both(call: NormCall | NormGradientCall) -> Verdict:
     if call.norm == "block":
         return no("block norm is not written both ways here; hint: fused_linear has it in the GEMM's epilogue")
+    if isinstance(call, NormCall) and call.heads:
+        return no("products with vectors are not computed together with FP8 both ways")
     if call.residual:
         return no("a 16-bit residual stream is not written together with FP8 both ways")
     if isinstance(call, NormCall) and call.out_dtype is not None:
@@ -84,6 +86,7 @@ def run(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
+    head: Tensor | None = None,
 ) -> NormResult:
     """See `loka.kernels.norm_quantize`."""
     spec, norm = call.spec, call.norm
@@ -93,7 +96,7 @@ def run(
         from loka.kernels.norm_quantize import reference
 
         # nothing to compute: the reference defines the empty result
-        return reference.run(x, call, weight=weight, bias=bias, residual=residual, eps=eps, scale=scale, amax=amax, dropout=dropout)  # fmt: skip
+        return reference.run(x, call, weight=weight, bias=bias, residual=residual, eps=eps, scale=scale, amax=amax, dropout=dropout, head=head)  # fmt: skip
     from loka.kernels.norm_quantize import triton_ops
 
     data, x_scale = _operands(x)
@@ -110,8 +113,8 @@ def run(
     added = None if residual is None else unit_rows(residual)
     kind = torch.float8_e4m3fn if spec is None else spec.format.dtype
     source, pow2 = (0, False) if spec is None else (_SOURCES[spec.block], spec.scale in ("pow2", "e8m0"))
-    q, made, h, y, mean, rstd = invoke(
-        triton_ops.norm_quantize, data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, call.out_dtype, *taken_apart(dropout)
+    q, made, h, y, mean, rstd, dots = invoke(
+        triton_ops.norm_quantize, data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, call.out_dtype, _dense(head), *taken_apart(dropout)
     )  # fmt: skip
     return NormResult(
         None if spec is None else QTensor(q, made if scale is None or dropout is not None else one_number(scale), spec),
@@ -119,6 +122,7 @@ def run(
         x if residual is None else h,
         mean if norm == "layer" else None,
         rstd,
+        dots=None if head is None else dots,
     )
 
 

@@ -103,9 +103,10 @@ def _largest(y, row, M, EVEN: tl.constexpr, PREROUND: tl.constexpr):
 
 
 @triton.jit
-def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.constexpr):
+def _store_rstd(rstd_ptr, rstd, row, M, first, blocks, NORM: tl.constexpr):
+    """Store the rstd of rows, or of their blocks from `first` on."""
     if NORM == _BLOCK:
-        block = tl.arange(0, WIDE // _WIDTH)
+        block = first + tl.arange(0, rstd.shape[1])
         inside = (row < M)[:, None] & (block < blocks)[None, :]
         tl.store(rstd_ptr + row[:, None] * blocks + block[None, :], rstd, inside)
     else:
@@ -113,90 +114,199 @@ def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.con
 
 
 @triton.jit
-def _quantize(y, s_ptr, row, M, K, ROWS: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-              CLEAN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """Quantize whole rows; scales that are made here are stored.
+def _inside(row, column, M, K, WHOLE: tl.constexpr):
+    """Return which elements exist. WHOLE: all these columns do, so the mask depends on rows alone."""
+    there = (row < M)[:, None]
+    if WHOLE:
+        return tl.broadcast_to(there, (row.shape[0], column.shape[0]))
+    else:
+        return there & (column < K)[None, :]
 
-    After a norm nothing is infinite (an Inf in x makes its block NaN), unless a parameter is. CLEAN asserts that there
-    are no parameters. A maximum skips NaN.
+
+@triton.jit
+def _read(x_ptr, xs_ptr, r_ptr, h_ptr, row, column, M, K, stride_x, stride_r, RESIDUAL: tl.constexpr, X_SCALE: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Return x (+ residual, stored as h) in float32, 0 outside."""
+    inside = _inside(row, column, M, K, WHOLE)
+    h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
+    if RESIDUAL:
+        kind = h.dtype
+        r = tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0)
+        h = (h.to(tl.float32) + r.to(tl.float32)).to(kind)
+        tl.store(h_ptr + row[:, None] * K + column[None, :], h, inside)
+    return to_values(h, xs_ptr, row, M, X_SCALE)
+
+
+@triton.jit
+def _centre(h, mean, column, K, WHOLE: tl.constexpr):
+    if WHOLE:
+        return h - mean[:, None]
+    else:
+        return tl.where((column < K)[None, :], h - mean[:, None], 0.0)
+
+
+@triton.jit
+def _finish(h, rstd, w, b, row, column, M, K, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+            WHOLE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """Scale what was centred, apply the norm's parameters and the activation."""
+    y = h * _spread(rstd, h.shape[0], h.shape[1], NORM)
+    if WEIGHT:
+        y *= w.to(tl.float32)[None, :]
+    if BIAS:
+        y += b.to(tl.float32)[None, :]
+    y = activate(y, ACTIVATION, PREROUND)
+    if ACTIVATION == _SIGMOID and not WHOLE:  # the only activation that is not 0 at 0
+        y = tl.where(_inside(row, column, M, K, WHOLE), y, 0.0)
+    return y
+
+
+@triton.jit
+def _dot(y, head_ptr, column, K):
+    """Return the product of each row with a vector."""
+    vector = tl.load(head_ptr + column, column < K, other=0.0).to(tl.float32)
+    return tl.sum(y * vector[None, :], 1)
+
+
+@triton.jit
+def _row_amax(y, CLEAN: tl.constexpr, PREROUND: tl.constexpr):
+    """Return the amax of each row. CLEAN: nothing is infinite; a maximum skips NaN."""
+    if CLEAN and not PREROUND:
+        return tl.max(tl.abs(y), 1)
+    else:
+        return tl.max(finite_magnitude(y), 1)
+
+
+@triton.jit
+def _store_codes(y, scale, q_ptr, s_ptr, row, column, group, M, K, stride_q, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+                 CLEAN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """Quantize and store, under the given scales (one, or one a row) or under 1x128 scales made and stored here.
+
+    Args:
+        y: [rows, columns] of float32.
+        scale: of all, [rows], or unused for 1x128.
+        group: the first column's 1x128 group.
+        CLEAN: there are no parameters. After a norm nothing is infinite (an Inf in x makes its block NaN), unless a
+            parameter is.
     """
-    PLAIN: tl.constexpr = CLEAN and not PREROUND
+    ROWS: tl.constexpr = y.shape[0]
+    COLUMNS: tl.constexpr = y.shape[1]
     if SCALE == _SCALAR:
-        q = to_fp8(y, inverse(tl.load(s_ptr)), 0, E5M2, False, PREROUND, CLEAN)
+        q = to_fp8(y, inverse(scale), 0, E5M2, False, PREROUND, CLEAN)
     elif SCALE == _VECTOR:
-        amax = tl.max(tl.abs(y), 1) if PLAIN else tl.max(finite_magnitude(y), 1)
-        scale = scale_of(amax, E5M2, POW2)
-        tl.store(s_ptr + row, scale, row < M)
         q = to_fp8(y, inverse(scale)[:, None], 0, E5M2, False, PREROUND, CLEAN)
     else:
-        GROUPS: tl.constexpr = WIDE // 128
-        group = tl.arange(0, GROUPS)
+        GROUPS: tl.constexpr = COLUMNS // 128
         grouped = tl.reshape(y, (ROWS, GROUPS, 128))
-        amax = tl.max(tl.abs(grouped), 2) if PLAIN else tl.max(finite_magnitude(grouped), 2)
-        scale = scale_of(amax, E5M2, POW2)
+        if CLEAN and not PREROUND:
+            amax = tl.max(tl.abs(grouped), 2)
+        else:
+            amax = tl.max(finite_magnitude(grouped), 2)
+        own = scale_of(amax, E5M2, POW2)
+        group += tl.arange(0, GROUPS)
         there = (row < M)[:, None] & (group < tl.cdiv(K, 128))[None, :]
-        tl.store(s_ptr + row[:, None] + group[None, :] * M, scale, there)
-        q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND, CLEAN), (ROWS, WIDE))
-    return q
+        tl.store(s_ptr + row[:, None] + group[None, :] * M, own, there)
+        q = tl.reshape(to_fp8(grouped, inverse(own)[:, :, None], 0, E5M2, False, PREROUND, CLEAN), (ROWS, COLUMNS))
+    there = (row < M)[:, None] & (column < stride_q)[None, :]  # codes of the columns that pad a row to 16 bytes are 0
+    tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, there)
 
 
 @quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
-def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, y_ptr, mean_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
+def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, y_ptr, mean_ptr, rstd_ptr, amax_ptr, head_ptr, dots_ptr, seed_ptr, threshold, upscale, stream,
              M, K, blocks, stride_x, stride_r, stride_q, eps,
-             ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
+             ROWS: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
              WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
              X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, DROP: tl.constexpr,
-             STAGES: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+             HEADS: tl.constexpr, STAGES: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """A row is WIDE columns and REST more, two powers of two: 3072 is 2048 + 1024, not 4096 of which a quarter is idle.
+
+    FULL: the row ends where its last part does. `y1`, `column1` and so on are of the second part, if there is one.
+    """
     # as in `quantize`: tells the compiler that whole vectors can be loaded
     K, stride_x, stride_r = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, stride_r // ALIGN * ALIGN
+    WHOLE: tl.constexpr = FULL or REST > 0
+    CLEAN: tl.constexpr = not (WEIGHT or BIAS)
     column = tl.arange(0, WIDE)
+    w, b = 0, 0
     if WEIGHT:  # loaded before the reductions, which wait for x: saves 3 of 36 us for rows of 3072
         w = tl.load(w_ptr + column, column < K, other=0.0)
     if BIAS:
         b = tl.load(b_ptr + column, column < K, other=0.0)
+    if REST > 0:
+        column1 = WIDE + tl.arange(0, REST)
+        w1, b1 = 0, 0
+        if WEIGHT:
+            w1 = tl.load(w_ptr + column1, column1 < K, other=0.0)
+        if BIAS:
+            b1 = tl.load(b_ptr + column1, column1 < K, other=0.0)
     for chunk in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (chunk * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        if FULL:
-            inside = tl.broadcast_to((row < M)[:, None], (ROWS, WIDE))
-        else:
-            inside = (row < M)[:, None] & (column < K)[None, :]
-        offset = row[:, None] * K + column[None, :]
-        h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
-        if RESIDUAL:
-            kind = h.dtype
-            r = tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0)
-            h = (h.to(tl.float32) + r.to(tl.float32)).to(kind)
-            tl.store(h_ptr + offset, h, inside)
-        h = to_values(h, xs_ptr, row, M, X_SCALE)
+        h = _read(x_ptr, xs_ptr, r_ptr, h_ptr, row, column, M, K, stride_x, stride_r, RESIDUAL, X_SCALE, WHOLE)
+        if REST > 0:
+            h1 = _read(x_ptr, xs_ptr, r_ptr, h_ptr, row, column1, M, K, stride_x, stride_r, RESIDUAL, X_SCALE, FULL)
+
         if NORM == _LAYER:
-            mean = _mean(h, K, ROWS, WIDE, NORM)
+            mean = tl.sum(h, 1)
+            if REST > 0:
+                mean += tl.sum(h1, 1)
+            mean /= K
             tl.store(mean_ptr + row, mean, row < M)
-            h = h - mean[:, None] if FULL else tl.where((column < K)[None, :], h - mean[:, None], 0.0)
-        rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
-        _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
-        y = h * _spread(rstd, ROWS, WIDE, NORM)
-        if WEIGHT:
-            y *= w.to(tl.float32)[None, :]
-        if BIAS:
-            y += b.to(tl.float32)[None, :]
-        y = activate(y, ACTIVATION, PREROUND)
-        if ACTIVATION == _SIGMOID and not FULL:  # the only activation that is not 0 at 0
-            y = tl.where(inside, y, 0.0)
+            h = _centre(h, mean, column, K, WHOLE)
+            if REST > 0:
+                h1 = _centre(h1, mean, column1, K, FULL)
+        if NORM == _BLOCK:
+            rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
+            _store_rstd(rstd_ptr, rstd, row, M, 0, blocks, NORM)
+            if REST > 0:
+                rstd1 = tl.rsqrt(_mean(h1 * h1, K - WIDE, ROWS, REST, NORM) + eps)
+                _store_rstd(rstd_ptr, rstd1, row, M, WIDE // _WIDTH, blocks, NORM)
+        else:
+            squares = tl.sum(h * h, 1)
+            if REST > 0:
+                squares += tl.sum(h1 * h1, 1)
+            rstd = tl.rsqrt(squares / K + eps)
+            rstd1 = rstd
+            _store_rstd(rstd_ptr, rstd, row, M, 0, blocks, NORM)
+
+        y = _finish(h, rstd, w, b, row, column, M, K, NORM, ACTIVATION, WEIGHT, BIAS, WHOLE, PREROUND)
+        if REST > 0:
+            y1 = _finish(h1, rstd1, w1, b1, row, column1, M, K, NORM, ACTIVATION, WEIGHT, BIAS, FULL, PREROUND)
         if AMAX:
-            raise_amax(amax_ptr, _largest(y, row, M, EVEN, PREROUND))
+            largest = _largest(y, row, M, EVEN, PREROUND)
+            if REST > 0:
+                largest = tl.maximum(largest, _largest(y1, row, M, EVEN, PREROUND))
+            raise_amax(amax_ptr, largest)
+        after = 1.0  # what a 16-bit y is multiplied by when it is stored
         if DROP:
+            factor = upscale
             if SCALE == _SCALAR:  # keep or zero a code; the factor 1 / (1 - p) is in the scale
-                y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, 1.0)
+                factor, after = 1.0, upscale
                 tl.store(made_ptr, tl.load(s_ptr) * upscale, tl.program_id(0) == 0)
-            else:
-                y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
+            seed = tl.load(seed_ptr)
+            y *= drawn(seed, row, column, stream, threshold, factor)
+            if REST > 0:
+                y1 *= drawn(seed, row, column1, stream, threshold, factor)
         if OUT:
-            tl.store(y_ptr + offset, y * upscale if DROP and SCALE == _SCALAR else y, inside)
+            tl.store(y_ptr + row[:, None] * K + column[None, :], y * after, _inside(row, column, M, K, WHOLE))
+            if REST > 0:
+                tl.store(y_ptr + row[:, None] * K + column1[None, :], y1 * after, _inside(row, column1, M, K, FULL))
+        for head in tl.static_range(HEADS):
+            dot = _dot(y, head_ptr + head * K, column, K)
+            if REST > 0:
+                dot += _dot(y1, head_ptr + head * K, column1, K)
+            tl.store(dots_ptr + row * HEADS + head, dot * after, row < M)
         if SCALE != _UNSCALED:
-            q = _quantize(y, s_ptr, row, M, K, ROWS, WIDE, SCALE, E5M2, POW2, not (WEIGHT or BIAS), PREROUND)
-            there = (row < M)[:, None] & (column < stride_q)[None, :]
-            tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, there)
+            scale = 0.0
+            if SCALE == _SCALAR:
+                scale = tl.load(s_ptr)
+            if SCALE == _VECTOR:
+                amax = _row_amax(y, CLEAN, PREROUND)
+                if REST > 0:
+                    amax = tl.maximum(amax, _row_amax(y1, CLEAN, PREROUND))
+                scale = scale_of(amax, E5M2, POW2)
+                tl.store(s_ptr + row, scale, row < M)
+            _store_codes(y, scale, q_ptr, s_ptr, row, column, 0, M, K, stride_q, SCALE, E5M2, POW2, CLEAN, PREROUND)
+            if REST > 0:
+                _store_codes(y1, scale, q_ptr, s_ptr, row, column1, WIDE // 128, M, K, stride_q, SCALE, E5M2, POW2, CLEAN, PREROUND)  # fmt: skip
 
 
 @quick
@@ -273,18 +383,37 @@ def _rows_per_program(wide: int) -> int:
     return max(1, min(16, 4096 // wide))
 
 
-def _forward_launch(m: int, wide: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return rows per step, warps, stages and programs of the forward kernel.
+def split_row(k: int) -> tuple[int, int]:
+    """Return two powers of two, of at least 256, whose sum covers a row of `k` columns; the second may be 0.
 
-    Programs of long rows stay and load the next rows while they compute; short ones have enough in flight. On an H200,
-    6144 x 3072 with layer norm and SiLU takes 29.6 us instead of 35.6, 4096 x 5000 with ReLU 33.4 instead of 47.5.
+    Example:
+        >>> split_row(3072), split_row(4000)
+        ((2048, 1024), (4096, 0))
     """
-    rows = _rows_per_program(wide)
-    if wide == 4096:
-        return 1, 4, 3, min(m, 4 * processors(device))
-    if wide == 8192:
-        return 1, 8, 3, min(m, 2 * processors(device))
-    return rows, 4 if rows * wide <= 4096 else 8, 1, cdiv(m, rows)
+    whole = max(256, next_power_of_2(k))
+    half = whole // 2
+    rest = max(256, next_power_of_2(k - half))
+    return (half, rest) if half >= 256 and half + rest < whole else (whole, 0)
+
+
+# Rows per step, warps, and programs per multiprocessor, by the widest row. A program keeps a row in a few warps, up to
+# 40 elements a thread, and as many programs run as fit in the registers. From a sweep on an H200 with layer norm, with
+# SiLU and without; 6144 x 3072 with SiLU takes 24.4 us, 4096 x 5000 26.9 and 8192 x 1024 11.2.
+_FORWARD_LAUNCHES = (
+    (512, 2, 1, 16), (1024, 1, 1, 16), (1280, 1, 1, 12), (1536, 1, 2, 10), (2048, 1, 2, 8), (3072, 1, 4, 5),
+    (4096, 1, 4, 4), (5120, 1, 4, 3), (6144, 1, 4, 4), (8192, 1, 8, 2),
+)  # fmt: skip
+
+
+def _forward_launch(m: int, width: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return rows per step, warps, stages and programs of the forward kernel, for rows of `width` lanes.
+
+    Programs stay, and load the next rows while they compute.
+    """
+    for widest, rows, warps, programs in _FORWARD_LAUNCHES:
+        if width <= widest:
+            return rows, warps, 3, min(cdiv(m, rows), programs * processors(device))
+    return 1, 8, 1, m
 
 
 def scale_source(scale: Tensor | None) -> int:
@@ -295,11 +424,11 @@ def scale_source(scale: Tensor | None) -> int:
 def forward(
     x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     *, norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
-    dropout: Dropout | None = None,
+    dropout: Dropout | None = None, head: Tensor | None = None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Launch the forward kernel; x [M, K] with unit stride along K."""
+    """Launch the forward kernel; x [M, K] with unit stride along K, head [N, K] contiguous."""
     m, k = x.shape
-    wide = max(256, next_power_of_2(k))
+    wide, rest = split_row(k)
     blocks = cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
     new = {"device": x.device}
     q = aligned(m, k, dtype, x.device) if source != UNSCALED else None
@@ -311,14 +440,23 @@ def forward(
     y = torch.empty(m, k, dtype=out_dtype, **new) if out_dtype is not None else None
     mean = torch.empty(m, 1, dtype=torch.float32, **new) if norm == LAYER else None
     rstd = torch.empty(m, blocks, dtype=torch.float32, **new)
-    rows, warps, stages, programs = _forward_launch(m, wide, x.device)
+    dots = torch.empty(m, head.shape[0], dtype=torch.float32, **new) if head is not None else None
+    rows, warps, stages, programs = _forward_launch(m, wide + rest, x.device)
     made = torch.empty((), dtype=torch.float32, **new) if dropout is not None and source == SCALAR else None
     _forward[(programs,)](
-        x, x_scale, residual, h, weight, bias, q, scale, made, y, mean, rstd, amax, *draw_arguments(dropout), m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
-        0 if q is None else q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, m % rows == 0, alignment(x, residual), dropout is not None, stages, INTERPRETED, num_warps=warps,
+        x, x_scale, residual, h, weight, bias, q, scale, made, y, mean, rstd, amax, head, dots, *draw_arguments(dropout), m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
+        0 if q is None else q.stride(0), eps, rows, wide, rest, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
+        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide + rest, m % rows == 0, alignment(x, residual), dropout is not None, 0 if head is None else head.shape[0], stages, INTERPRETED, num_warps=warps,
     )  # fmt: skip
-    return {"q": q, "scale": scale if source in (VECTOR, GROUPED) else made, "h": h, "y": y, "mean": mean, "rstd": rstd}
+    return {
+        "q": q,
+        "scale": scale if source in (VECTOR, GROUPED) else made,
+        "h": h,
+        "y": y,
+        "mean": mean,
+        "rstd": rstd,
+        "dots": dots,
+    }
 
 
 def backward(

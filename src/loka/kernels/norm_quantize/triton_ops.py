@@ -17,19 +17,19 @@ def _nothing(like: Tensor) -> Tensor:
 def norm_quantize(
     x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
-    seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return q, scale, h, y, mean, rstd. A given scale is returned only with dropout (a seed), times its factor."""
+    head: Tensor | None = None, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return q, scale, h, y, mean, rstd, dots. A given scale is returned only with dropout (a seed), times its factor."""
     results = kernels.forward(
         x, x_scale, residual, weight, bias, scale, amax,
         norm=norm, activation=activation, eps=eps, dtype=dtype, source=source, pow2=pow2, out_dtype=out_dtype,
-        dropout=draw_from(seed, p, stream),
+        dropout=draw_from(seed, p, stream), head=head,
     )  # fmt: skip
-    return results["q"], results["scale"], results["h"], results["y"], results["mean"], results["rstd"]
+    return results["q"], results["scale"], results["h"], results["y"], results["mean"], results["rstd"], results["dots"]
 
 
 @fake_of(norm_quantize)
-def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype, head=None, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]  # fmt: skip
     m, k = x.shape
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
@@ -45,6 +45,7 @@ def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dt
         empty(m, k, dtype=out_dtype) if out_dtype is not None else empty(0),
         empty(m, 1) if norm == kernels.LAYER else empty(0),
         empty(m, -(-k // kernels.NORM_BLOCK) if norm == kernels.BLOCK else 1),
+        empty(m, head.shape[0]) if head is not None else empty(0),
     )
 
 
