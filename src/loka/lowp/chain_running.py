@@ -13,6 +13,7 @@ from loka.formats import QTensor, scale_from_amax
 from loka.kernels.activation import activate
 from loka.kernels.dropout import Dropout, factor_of, keep_mask
 from loka.kernels.fused_linear import NORM_BLOCK
+from loka.kernels.norm_quantize import norm_quantize
 from loka.kernels.quantize import quantize
 from loka.lowp.chain_forward import quantize_input, run_link
 from loka.lowp.chain_function import STATIC_SPEC, ChainTensors, Layout, Link
@@ -21,6 +22,7 @@ from loka.lowp.chain_parts import ChainConfig
 from loka.lowp.chain_weights import ChainWeights
 from loka.lowp.folding import fold
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.origins import ORIGINS, Normed, Origins
 from loka.lowp.scaling import find_amax
 from loka.nn.norm import BlockNorm
 
@@ -94,8 +96,9 @@ class RunningChain(ChainWeights):
                 if self.needs_gradient(x):
                     y = ChainFunction.apply(flat, self.input_scale, layout, *self.tensors(seed).flatten())  # type: ignore[no-untyped-call]
                 else:
-                    shared = None if self.shared is None else self.shared.find(x)
-                    y = self.infer(flat.detach() if shared is None else shared, layout, seed, of=x)
+                    made = None if self.shared is None else self.shared.find(x)
+                    made = self._normalize_input(x, layout) if made is None else made
+                    y = self.infer(flat.detach() if made is None else made, layout, seed, of=x)
                 if self.watching and self.health is not None:
                     self.look(flat, y, seed)
         # no view where none is needed: a checkpoint's output that is a view cannot be written to in place
@@ -141,6 +144,20 @@ class RunningChain(ChainWeights):
             a, y = (a if step.a is None else step.a), step.y
         assert y is not None
         return y
+
+    def _normalize_input(self, x: Tensor, layout: Layout) -> QTensor | None:
+        """Quantize x with the norm that makes it, in one kernel; None if x is not known to be made by a norm.
+
+        Only while the forward around is compiled, and with a scale that is known: see the mod `normed_inputs`.
+        """
+        origins: Origins | None = self.linears[0].__dict__.get(ORIGINS)
+        origin = None if origins is None else origins.find(x)
+        if not isinstance(origin, Normed) or not layout.given_input or layout.precision.quantize_backend != "auto":
+            return None
+        return norm_quantize(
+            origin.x.detach().reshape(-1, origin.x.shape[-1]), STATIC_SPEC, scale=self.input_scale, norm=origin.norm, weight=origin.weight, bias=origin.bias,
+            activation=origin.activation, eps=origin.eps,
+        ).q  # fmt: skip
 
     def run_exactly(self, x: Tensor) -> Tensor:
         """Run the same layers in the precision of x."""

@@ -28,16 +28,16 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from loka.kernels.norm_quantize import norm_quantize
+from loka.lowp.origins import ORIGINS, WIDE, Joined, Normed, Origin, Origins
 from loka.mods.align_shapes import Aligned, is_aligned, round_up
 from loka.mods.editor import Editor
-from loka.mods.origins import ORIGINS, Joined, Normed, Origin, Origins, SeesOrigins, find_origins
+from loka.mods.origins import find_origins, tell_origins
 from loka.nn.mix import compute_dtype, without_autocast
 from loka.records.mods import ModClass
 
 FEW = 4  # up to this many outputs are computed as sums, which read x once for all
 SEVERAL = 64  # linears with fewer outputs are padded here; wider ones are for low precision and `align_shapes`
 ALIGNED = 8  # a 16-bit GEMM needs a multiple of this many columns
-WIDE = 1024  # a compiler keeps narrower rows in registers, and needs no help with a norm over them
 DEEP = 256  # outputs are padded from this many inputs on: chosen, not measured; padding the weight takes a kernel
 
 
@@ -200,8 +200,5 @@ class NarrowOutputs:
                 origin = None
             editor.mix(name, FewOutputs, **({"loka_joined": True} if isinstance(origin, Joined) else {}))
             if origin is not None:
-                if holder not in seen:
-                    seen[holder] = Origins()
-                    editor.mix(holder, SeesOrigins, loka_origins=(seen[holder],))
-                editor.mark(name, ORIGINS, seen[holder])
+                tell_origins(editor, name, holder, seen)
             editor.change(name, said, "rounding")

@@ -1,125 +1,17 @@
-"""Tell a module how its input was made, while the forward around it is compiled: joined from parts, or normalized.
-
-A linear with few outputs often reads a tensor that was made for it alone: a concatenation, or a norm and an activation.
-If it knows the parts, or the norm's input, it can compute its result from these, and the compiler drops the tensor that
-nobody reads any more. The values are the ones that the user's forward has computed, so nothing depends on the tensor
-being dropped. Eager calls tell nothing.
-"""
+"""Find out on an example how the inputs of some modules are made, and let these ask for it in compiled code (`loka.lowp.origins`)."""
 
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.kernels.activation import LEAK
-from loka.lowp.passing import spell_call
+from loka.lowp.origins import ORIGINS, SEEN, Joined, Origin, Origins, SeesOrigins
 from loka.mods.editor import Editor
-from loka.nn.sharing import Shared, Watch, run_sharing
+from loka.nn.sharing import Watch
 from loka.nn.wrapping import find_holder, is_scripted
 from loka.units.example import call_model
 from loka.units.undisturbed import set_mode, undisturbed
-
-ORIGINS = "loka_origins_seen"  # attribute of a module that asks for the origin of its input: the Origins
-_JOINS = (torch.cat, torch.concat, torch.concatenate)
-_LAYER, _RMS = (F.layer_norm, torch.layer_norm), (F.rms_norm, torch.rms_norm)  # compiled code shows either
-_RECENT = 8  # tensors whose origin is remembered: what a linear reads was made shortly before
-
-
-class Joined(NamedTuple):
-    """Tensors that were concatenated along the last dimension."""
-
-    parts: tuple[Tensor, ...]
-
-
-class Normed(NamedTuple):
-    """activation(norm(x) * weight + bias), where the norm is over the last dimension."""
-
-    x: Tensor
-    norm: str  # "layer" or "rms"
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    activation: str = "none"
-
-
-Origin = Joined | Normed
-
-
-class Origins(Shared):
-    """How the latest concatenations, norms and activations behind norms were made."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Tensor, Origin]] = []
-
-    def forget(self) -> None:
-        """Discard all tensors, which may have changed."""
-        self.made = []
-
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Remember a tensor that was joined or normalized."""
-        origin = self._read(func, args, kwargs, out)
-        if origin is not None:
-            self.made = [*self.made[1 - _RECENT :], (out, origin)]
-
-    def find(self, x: Tensor) -> Origin | None:
-        """Return how exactly this tensor was made; None if that is not known, or gradients are enabled."""
-        if not self.open or not torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return None
-        return self._find(x)
-
-    def _find(self, x: Any) -> Origin | None:
-        for tensor, origin in self.made:
-            if tensor is x:
-                return origin
-        return None
-
-    def _read(self, func: Any, args: Any, kwargs: Any, out: Any) -> Origin | None:
-        if func in _JOINS:
-            return _read_join(args, kwargs, out)
-        if func in _LAYER:
-            return _read_norm("layer", args, kwargs)
-        if func in _RMS:
-            return _read_norm("rms", args, kwargs)
-        called = spell_call(func, args, kwargs)
-        before = None if called is None else self._find(args[0] if args else kwargs.get("input"))
-        if before is None or called is None:
-            return None
-        name, number = called
-        if name == "dropout":
-            return before if number == 0 else None
-        plain = isinstance(before, Normed) and before.activation == "none" and number == LEAK
-        return before._replace(activation=name) if plain and isinstance(before, Normed) else None
-
-
-def _read_join(args: Any, kwargs: Any, out: Tensor) -> Joined | None:
-    parts = args[0] if args else kwargs.get("tensors")
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    if not isinstance(parts, (tuple, list)) or not isinstance(dim, int) or dim not in (-1, out.dim() - 1):
-        return None
-    same = all(part.dim() == out.dim() and part.dtype == out.dtype for part in parts)
-    return Joined(tuple(parts)) if same else None
-
-
-def _read_norm(norm: str, args: Any, kwargs: Any) -> Normed | None:
-    layer = norm == "layer"
-    names = ("input", "normalized_shape", "weight", "bias", "eps") if layer else ("input", "normalized_shape", "weight", "eps")  # fmt: skip
-    given = dict(zip(names, args, strict=False)) | kwargs
-    eps = given.get("eps", 1e-5 if layer else None)
-    if len(given["normalized_shape"]) != 1 or eps is None or given["input"].dim() < 2:
-        return None
-    return Normed(given["input"], norm, given.get("weight"), given.get("bias"), eps)
-
-
-class SeesOrigins(nn.Module):
-    """Mixin for the module that contains what makes the tensors and what asks for their origins."""
-
-    loka_origins: tuple[Origins, ...]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward and remember origins, if it is being compiled."""
-        return run_sharing(self.loka_origins, super().forward, *args, **kwargs)
 
 
 class Found(NamedTuple):
@@ -142,7 +34,7 @@ class _Noting(Origins):
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record a tensor's origin, where it was made, and the versions of what it was made from."""
-        origin = self._read(func, args, kwargs, out)
+        origin = self.read(func, args, kwargs, out)
         if origin is None:
             return
         source = args[0] if args else kwargs.get("input")
@@ -163,6 +55,25 @@ class _Noting(Origins):
             if tensor is x:
                 return (origin, places) if all(t._version == version for t, version in read) else None
         return None
+
+
+def tell_origins(editor: Editor, name: str, holder: str, seen: dict[str, Origins]) -> None:
+    """Let a module ask how its input was made.
+
+    Args:
+        editor: the model's editor. The mod then reports the change.
+        name: of the module.
+        holder: of the module that contains it and what makes its input (`Found.holder`).
+        seen: what holders remember already, by their names; added to.
+    """
+    if holder not in seen:
+        before = editor.model.get_submodule(holder).__dict__.get(SEEN, ())
+        if before:
+            seen[holder] = before[0]
+        else:
+            seen[holder] = Origins()
+            editor.mix(holder, SeesOrigins, **{SEEN: (seen[holder],)})
+    editor.mark(name, ORIGINS, seen[holder])
 
 
 def find_origins(editor: Editor, names: list[str]) -> dict[str, Found]:

@@ -15,6 +15,7 @@ from loka.mods.mod import Mod
 from loka.mods.narrow_outputs import NarrowOutputs
 from loka.mods.no_bias import NoBias
 from loka.mods.norm_order import NormOrder
+from loka.mods.normed_inputs import NormInputs
 from loka.mods.protect_intermediates import ProtectIntermediates
 from loka.mods.protect_residual import ProtectResidual
 from loka.mods.shared_features import ShareFeatures
@@ -37,6 +38,7 @@ MODS: dict[str, type[Mod]] = {
     "narrow_outputs": NarrowOutputs,
     "weighted_sums": SumWeighted,
     "stored_sums": StoreSums,
+    "normed_inputs": NormInputs,
     "fuse": Fuse,
 }
 # the same function up to rounding, and faster or as fast where they were measured: `loka.tune` applies these by itself
@@ -49,6 +51,7 @@ FREE = (
     "narrow_outputs",
     "weighted_sums",
     "stored_sums",
+    "normed_inputs",
 )
 # the architecture changes that `loka.tune(architecture=True)` applies; the model must be trained with them
 CORE = ("no_bias", "block_norm", "hard_swish")
