@@ -93,10 +93,10 @@ JOBS = (
     gpu("zoo-train", "zoo_training", "zoo.py --modes train --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-infer", "zoo_inference", "zoo.py --modes infer --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-train-more", "zoo_training_max", "zoo.py --models wukong,encoder --modes train --ways bf16,bf16-layout,torchao-tensorwise,loka --out {out}", 400),
-    gpu("zoo-wukong-tower", "zoo_wukong_tower", "zoo.py --models wukong,tower --modes infer --ways bf16,bf16+max,torchao-rowwise,loka,loka+max,loka-mods+max --wait 250 --out {out}", 300),
-    gpu("zoo-tower-cross", "zoo_tower_cross", "zoo.py --models tower,cross --modes infer --ways bf16,bf16+max,torchao-rowwise,loka,loka+max,loka-mods,loka-mods+max --wait 110 --out {out}", 200),
-    gpu("zoo-wukong-infer", "zoo_wukong_infer", "zoo.py --models wukong --modes infer --ways bf16,bf16+max,loka,loka+max,loka-mods+max --wait 250 --out {out}", 300),
+    gpu("zoo-tower-cross", "zoo_tower_cross", "zoo.py --models tower,cross --modes infer --ways bf16,bf16+max,torchao-rowwise,loka,loka+max,loka-mods+max --wait 110 --out {out}", 160),
+    gpu("zoo-wukong-infer", "zoo_wukong_infer", "zoo.py --models wukong --modes infer --ways bf16,bf16+max,bf16-layout,torchao-rowwise,loka,loka+max,loka-mods+max --wait 235 --out {out}", 280),
     gpu("zoo-wukong-train", "zoo_wukong_train", "zoo.py --models wukong --modes train --ways bf16,bf16-layout,torchao-rowwise,loka --wait 200 --out {out}", 250),
+    gpu("zoo-mods-train", "zoo_mods_train", "zoo.py --models wukong,tower --modes train --ways bf16,bf16-mods,loka,loka-mods --wait 140 --out {out}", 200),
     gpu("zoo-families", "zoo_families", "zoo.py --models hstu,interformer --modes train,infer --ways bf16-before,bf16-before+max,bf16,loka --before {data}/before/src --wait 240 --out {out}", 320),  # {data}/before: a checkout of 1ed489d
     gpu("zoo-hstu", "zoo_hstu", "zoo.py --models hstu --modes infer --ways bf16-before,bf16-before+max,bf16,loka,loka+max --before {data}/before/src --wait 100 --out {out}", 170),
     gpu("zoo-baselines", "zoo_baselines", "zoo.py --models wukong,dlrm --modes train --ways bf16,bf16+max,bf16-layout,torchao-auto-tensorwise,torchao-rowwise_with_gw_hp,loka-towers,loka --wait 250 --out {out}", 330),

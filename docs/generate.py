@@ -25,10 +25,10 @@ ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h
 END = "<!-- end of numbers -->"
 
 SECTIONS = (
-    ("Unmodified PyTorch models", "zoo_training.json, zoo_training_max.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_tower.json, zoo_tower_cross.json", zoo.zoo_table,
+    ("Unmodified PyTorch models", "zoo_training.json, zoo_training_max.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_infer.json", zoo.zoo_table,
      "Plain PyTorch: whole training step with AdamW, or inference, in CUDA graphs with static shapes, measured alternately on one H200. \"Our layout\" is bf16 with only the rewrites that keep the function; it separates their gain from that of FP8."),
-    ("Modified architectures, and models of this package", "zoo_tower_cross.json, zoo_wukong_infer.json, zoo_families.json, zoo_hstu.json", zoo.changed_table,
-     "Mods (no biases, BlockNorm, hard swish) change the function, so the model must be trained with them; the baseline is the unmodified model in bf16. InterFormer and HSTU are compared with their own bf16 code at commit 1ed489d. The column \"bf16 today\" includes later bf16 improvements (attention that skips padding, rotary angles from a table)."),
+    ("Modified architectures, and models of this package", "zoo_tower_cross.json, zoo_wukong_infer.json, zoo_mods_train.json, zoo_families.json, zoo_hstu.json", zoo.changed_table,
+     "Mods (no biases, BlockNorm, hard swish) change the function, so the model must be trained with them; the baseline is the unmodified model in bf16. InterFormer and HSTU are compared with their own bf16 code at commit 1ed489d. The column \"bf16, with the changes\" is bf16 with the same mods, and for the latter two includes later bf16 improvements (attention that skips padding, rotary angles from a table)."),
     ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
      "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
      "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),

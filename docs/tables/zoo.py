@@ -33,7 +33,7 @@ CENSUS = {
 }
 LATER = {
     "training": ("zoo_wukong_train", "zoo_training_max"),
-    "inference": ("zoo_wukong_tower", "zoo_tower_cross"),
+    "inference": ("zoo_wukong_infer",),
 }  # newest first
 WAYS = (
     "bf16",
@@ -77,17 +77,19 @@ def _newest(*files: str) -> list[dict[str, Any]]:
 def changed_table() -> str | None:
     """Return models with changed architectures, and two of ours compared with their earlier code."""
     rows = []
-    found = _newest("zoo_wukong_infer", "zoo_tower_cross")
-    for model in (name for name in MODELS if any(row["model"] == name for row in found)):
-        cells = {row["way"]: row for row in found if row["model"] == model}
-        rows.append([f"{MODELS[model]}, with mods", "inference", *_best(cells, "bf16"), "", *_best(cells, "loka-mods"), _ratio(cells, ("bf16",), "loka-mods")])  # fmt: skip
+    found = _newest("zoo_wukong_infer", "zoo_tower_cross", "zoo_mods_train")
+    for mode, name in (("train", "training"), ("infer", "inference")):
+        for model, title in MODELS.items():
+            cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
+            if "loka-mods" in cells or "loka-mods+max" in cells:
+                rows.append([f"{title}, with mods", name, *_best(cells, "bf16"), _cell(cells.get("bf16-mods")), *_best(cells, "loka-mods"), _ratio(cells, ("bf16",), "loka-mods")])  # fmt: skip
     found = _newest("zoo_hstu", "zoo_families")
     for mode, name in (("train", "training"), ("infer", "inference")):
         for model, title in FAMILIES.items():
             cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
             if cells:
                 rows.append([title, name, *_best(cells, "bf16-before"), _cell(cells.get("bf16")), *_best(cells, "loka"), _ratio(cells, ("bf16-before", "bf16"), "loka")])  # fmt: skip
-    head = ["model", "step, ms", "bf16, original", "bf16 today", "loka", "loka over original bf16"]
+    head = ["model", "step, ms", "bf16, original", "bf16, with the changes", "loka", "loka over original bf16"]
     return table(head, rows) if rows else None
 
 

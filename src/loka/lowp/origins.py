@@ -7,6 +7,7 @@ more. The user's forward still makes that tensor, so nothing depends on its bein
 The mods `narrow_outputs` and `normed_inputs` find out on an example who may ask (`loka.mods.origins`).
 """
 
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from loka.kernels.activation import LEAK
 from loka.lowp.passing import spell_call
 from loka.nn.sharing import Shared, run_sharing
+from loka.nn.writing import is_unwritten, stamp_versions
 
 ORIGINS = "loka_input_origins"  # attribute of a module that may ask for the origin of its input: the Origins
 SEEN = "loka_origins"  # attribute of the module that contains it and what makes the input: (the same Origins,)
@@ -49,7 +51,7 @@ class Origins(Shared):
     """How the latest concatenations, norms and activations behind norms were made."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[Tensor, Origin]] = []
+        self.made: list[tuple[Tensor, Origin, str]] = []  # with the stamp of a graph (`loka.nn.writing`)
 
     def forget(self) -> None:
         """Discard all tensors, which may have changed."""
@@ -59,7 +61,8 @@ class Origins(Shared):
         """Remember a tensor that was joined or normalized."""
         origin = self.read(func, args, kwargs, out)
         if origin is not None:
-            self.made = [*self.made[1 - _RECENT :], (out, origin)]
+            stamp = stamp_versions() if torch.compiler.is_dynamo_compiling() else ""
+            self.made = [*self.made[1 - _RECENT :], (out, origin, stamp)]
 
     def find(self, x: Tensor) -> Origin | None:
         """Return how exactly this tensor was made; None if that is not known, or gradients are enabled."""
@@ -68,9 +71,9 @@ class Origins(Shared):
         return self._find(x)
 
     def _find(self, x: Any) -> Origin | None:
-        for tensor, origin in self.made:
+        for tensor, origin, stamp in self.made:
             if tensor is x:
-                return origin
+                return origin if not torch.compiler.is_dynamo_compiling() or is_unwritten(stamp) else None
         return None
 
     def read(self, func: Any, args: Any, kwargs: Any, out: Any) -> Origin | None:
@@ -114,6 +117,17 @@ def _read_norm(norm: str, args: Any, kwargs: Any) -> Normed | None:
 class SeesOrigins(nn.Module):
     """Mixin for the module that contains what makes the tensors and what asks for their origins."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the signature of the module's own forward: `torch.export` and `torch.fx` read the names of arguments."""
+        super().__init_subclass__(**kwargs)
+        if SeesOrigins in cls.__bases__:
+            own = SeesOrigins.forward
+            forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+            forward.__wrapped__ = super(SeesOrigins, cls).forward  # type: ignore[attr-defined]
+            cls.forward = forward  # type: ignore[method-assign]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward and remember origins, if it is being compiled."""
+        """Run the module's own forward and remember origins, if it is being compiled for inference."""
+        if torch.is_grad_enabled():  # nobody asks, and nothing may be remembered inside a checkpoint
+            return super().forward(*args, **kwargs)
         return run_sharing(self.__dict__[SEEN], super().forward, *args, **kwargs)

@@ -40,18 +40,18 @@ class _Noting(Origins):
         source = args[0] if args else kwargs.get("input")
         read = [out, *(origin.parts if isinstance(origin, Joined) else (origin.x,))]
         places, versions = (
-            [f"{self.running[-1]}.call".removeprefix(".")],
+            [f"{self.running[-1] if self.running else ''}.call".removeprefix(".")],
             [(tensor, tensor._version) for tensor in read],
         )
         for tensor, where, then in self.places:
             if tensor is source:  # an activation or dropout: what its input was made from must not have changed since
                 places, versions = [*places, *where], [*versions, *then]
-        self.made.append((out, origin))
+        self.made.append((out, origin, ""))
         self.places.append((out, places, versions))
 
     def find_unchanged(self, x: Any) -> tuple[Origin, list[str]] | None:
         """Return a tensor's origin and where it was made, unless anything it was made from has changed since."""
-        for (tensor, origin), (_, places, read) in zip(reversed(self.made), reversed(self.places), strict=True):
+        for (tensor, origin, _), (_, places, read) in zip(reversed(self.made), reversed(self.places), strict=True):
             if tensor is x:
                 return (origin, places) if all(t._version == version for t, version in read) else None
         return None

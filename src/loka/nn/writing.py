@@ -1,13 +1,15 @@
 """Detect torch functions that write to an existing tensor, for function modes that cache tensors.
 
 This is a second line of defense: in compiled code a mode does not see all functions (`torch._foreach_mul_`). Callers
-also check in eager mode, on an example, that the versions of the tensors do not change.
+also check in eager mode, on an example, that the versions of the tensors do not change. What an example does not run
+is found by `stamp_versions`, from the tensors that the compiler traces with.
 """
 
 import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
 
@@ -46,3 +48,32 @@ def _is_inplace(func: Any) -> bool:
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or name[2:] in _AUGMENTED
     return name.endswith("_")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def stamp_versions() -> str:
+    """Return what `is_unwritten` needs to tell, later in the same graph of torch.compile, whether a tensor was written to."""
+    output = _graph_in_tracing()
+    count = len(output.graph.nodes)
+    return f"{id(output)} {count} {_sum_versions(output, count)}"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_unwritten(stamp: str) -> bool:
+    """Check that no tensor that was in the graph at a stamp was written to since. False in any other graph."""
+    output = _graph_in_tracing()
+    graph, count, versions = stamp.split()
+    return str(id(output)) == graph and str(_sum_versions(output, int(count))) == versions
+
+
+def _graph_in_tracing() -> Any:
+    """Return the graph that torch.compile makes right now: the functions above run while it traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output
+
+
+def _sum_versions(output: Any, count: int) -> int:
+    """Sum the versions of the first tensors of a graph; a write raises one of them."""
+    values = [node.meta.get("example_value") for node, _ in zip(output.graph.nodes, range(count), strict=False)]
+    return sum(value._version for value in values if isinstance(value, Tensor))
