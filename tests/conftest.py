@@ -36,6 +36,15 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What the tests of a file leave behind, compiled code above all, goes or is never looked at again: looking for units walks over every object, and so does every reset of the compiler."""
+    if nextitem is None or nextitem.path != item.path:
+        torch._dynamo.reset()
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Again at the end: `-q` hides the header."""
     if not torch.cuda.is_available():
