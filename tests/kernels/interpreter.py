@@ -1,10 +1,8 @@
 """Run a test file again under Triton's interpreter, in another process: the interpreter is chosen when Triton is imported."""
 
-import inspect
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -33,27 +31,7 @@ def run_interpreted(file: str, chosen: str = "triton") -> None:
 def _run_tests(arguments: list[str]) -> None:
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]  # of the worker that asked
-    _remember_builtins()
     os._exit(int(pytest.main(arguments)))
-
-
-def _remember_builtins() -> None:
-    """Triton's interpreter looks through its whole language at every call of a device function, for builtins that are still to be replaced: two fifths of the time of our tests. Which names are builtins is asked once."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    places = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
-    names = {
-        place: [name for name, value in inspect.getmembers(place) if tl.core.is_builtin(value)] for place in places
-    }
-
-    def patch(place: Any, builder: Any, *scope: Any) -> None:
-        for name in names[place]:
-            value = getattr(place, name)
-            if tl.core.is_builtin(value):  # not replaced yet
-                interpreter._patch_attr(place, name, value, builder, *scope)
-
-    interpreter._patch_builtin = patch
 
 
 def version(text: str) -> tuple[int, int]:
