@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("torch", "numpy", "triton", "polars", "sklearn", "msgspec", "safetensors", "rich", "typer", "vl_convert")
 
 
@@ -23,13 +25,19 @@ def test_it_is_quick() -> None:
     assert min(float(run(code)) for _ in range(3)) < 0.1
 
 
-def test_the_public_names_start_no_cuda() -> None:
+@pytest.fixture(scope="module")
+def touched() -> list[str]:
+    """What is imported after every public name was asked for, and whether CUDA was started, from one process."""
     code = (
-        "import loka\nfor name in loka.__all__: getattr(loka, name)\n"
+        "import sys, loka\nfor name in loka.__all__: getattr(loka, name)\n"
         "for name in dir(loka): getattr(loka, name)\n"
-        "import torch\nprint(torch.cuda.is_initialized())"
+        "print(*sorted(sys.modules))\nimport torch\nprint(torch.cuda.is_initialized())"
     )
-    assert run(code) == "False"
+    return run(code).splitlines()
+
+
+def test_the_public_names_start_no_cuda(touched: list[str]) -> None:
+    assert touched[1] == "False"
 
 
 def test_it_reads_and_changes_no_environment_variable() -> None:
@@ -43,7 +51,7 @@ def test_it_reads_and_changes_no_environment_variable() -> None:
     assert run(code) == "[]"
 
 
-def test_optional_libraries_wait_until_they_are_needed() -> None:
+def test_optional_libraries_wait_until_they_are_needed(touched: list[str]) -> None:
     optional = (
         "deep_gemm",
         "fbgemm_gpu",
@@ -54,11 +62,9 @@ def test_optional_libraries_wait_until_they_are_needed() -> None:
         "vl_convert",
         "tensorboard",
     )
-    code = (
-        "import sys, loka\nfor name in dir(loka): getattr(loka, name)\n"
-        f"print(sorted(set({optional!r}) & set(sys.modules)))"
-    )
-    assert run(code) == "[]"
+    imported = touched[0].split()
+    assert "loka" in imported
+    assert not set(optional) & set(imported)
 
 
 def test_nothing_undeclared_is_imported_at_module_level() -> None:
