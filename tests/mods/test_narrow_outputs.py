@@ -1,10 +1,12 @@
 """narrow_outputs: the same values and gradients compiled, nn.Linear's own bits in eager mode, wide linears left."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from loka import mods
 
@@ -220,3 +222,82 @@ def test_float64_stays_float64() -> None:
     mods.apply(model, "narrow_outputs", example=x)
     found = step(torch.compile(model, backend="aot_eager"), x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class JoinsAt(Joins):
+    """Writes to a part before the head reads it, if a flag is set that is not set on the example."""
+
+    write_now = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a(x), self.b(x)
+        joined = torch.cat([a, b], -1)
+        if self.write_now and self.write == "torch":
+            torch.relu_(joined)
+        elif self.write_now and self.write == "part":
+            torch.exp_(a)
+            return self.last(joined) + a.sum()
+        elif self.write_now and self.write == "list":
+            torch._foreach_mul_([joined], 2.0)
+        elif self.write_now:
+            with torch._C.DisableTorchFunction():
+                joined.mul_(2)
+        return self.last(joined)
+
+
+@pytest.mark.parametrize("write", ["torch", "part", "list", "no mode"])
+def test_a_write_that_neither_the_example_nor_a_mode_shows(write: str) -> None:
+    torch.manual_seed(0)
+    model, x = JoinsAt(write).eval(), torch.randn(5, 8)
+    with torch.no_grad():
+        done = mods.apply(model, "narrow_outputs", example=x)
+        assert "parts of the concatenation" in done.summary.changed[0].what
+        assert not any("cat" in call for call in calls_of(model, x)[1])
+        torch._dynamo.reset()
+        model.write_now = True
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        torch.testing.assert_close(found, model(x), rtol=1e-5, atol=1e-6)
+
+
+class Checkpointed(nn.Module):
+    """A concatenation and its head in a checkpoint, which lets nothing inside change what is outside."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.inner, self.out, self.always = Joins(), nn.Linear(2, 8), always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keeps = self.always or self.training
+        y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False) if keeps else self.inner(x)
+        return self.out(y)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_checkpoint_is_still_compiled_as_one_graph(always: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(always=always), torch.randn(5, 8)
+    model.inner.drop.p = 0.0
+    expected = step(model, x)
+    done = mods.apply(model, "narrow_outputs", example=x)
+    assert ("parts of the concatenation" in done.summary.changed[0].what) != always
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(compiled, x), expected, rtol=1e-5, atol=1e-6)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_arguments_of_a_rewritten_model_keep_their_names() -> None:
+    """A dict of dynamic shapes is keyed by them, and torch.fx makes placeholders of them."""
+    model, x = Joins().eval(), torch.randn(5, 8)
+    mods.apply(model, "narrow_outputs", example=x)
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}}).module()
+        more = torch.randn(9, 8)
+        torch.testing.assert_close(exported(more), model(more), rtol=1e-5, atol=1e-6)
+    assert next(node.name for node in torch.fx.symbolic_trace(model).graph.nodes) == "x"
+    again = copy.deepcopy(model)
+    mods.revert(model)
+    assert type(model) is Joins
+    assert list(inspect.signature(again.forward).parameters) == ["x"]

@@ -123,7 +123,7 @@ class SeesOrigins(nn.Module):
         if SeesOrigins in cls.__bases__:
             own = SeesOrigins.forward
             forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
-            forward.__wrapped__ = super(SeesOrigins, cls).forward  # type: ignore[attr-defined]
+            forward.__wrapped__ = super().forward  # type: ignore[attr-defined]
             cls.forward = forward  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
 """Find out on an example how the inputs of some modules are made, and let these ask for it in compiled code (`loka.lowp.origins`)."""
 
+import sys
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -84,18 +86,22 @@ def find_origins(editor: Editor, names: list[str]) -> dict[str, Found]:
         names: of modules that take one tensor.
 
     Returns:
-        What was found, by the name of the module. Modules that are called more than once are not in it.
+        What was found, by the name of the module. Modules that are called more than once are not in it, nor are those
+        whose holder runs in a checkpoint: a compiler lets nothing in there change what is outside.
     """
     if editor.example is None or not names:
         return {}
     running: list[str] = []
     noting = _Noting(running)
     calls: dict[str, list[tuple[Origin, list[str]] | None]] = {name: [] for name in names}
+    checkpointed: set[str] = set()
 
     def enter(name: str) -> Any:
         def run(module: nn.Module, args: Any) -> None:
             if name in calls:
                 calls[name].append(noting.find_unchanged(args[0] if args else None))
+            if _runs_in_checkpoint():
+                checkpointed.add(name)
             running.append(name)
 
         return run
@@ -119,5 +125,15 @@ def find_origins(editor: Editor, names: list[str]) -> dict[str, Found]:
     for name, seen in calls.items():
         if len(seen) == 1 and seen[0] is not None:
             origin, places = seen[0]
-            found[name] = Found(origin, find_holder([name, *places], editor.model))
+            holder = find_holder([name, *places], editor.model)
+            if holder not in checkpointed:
+                found[name] = Found(origin, holder)
     return found
+
+
+def _runs_in_checkpoint() -> bool:
+    """Check whether a checkpoint is among the callers; without gradients it leaves no other trace."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None

@@ -13,6 +13,9 @@ from torch import Tensor
 
 _AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
 
+_STAMPS = "loka_stamps"  # attribute of a graph that is being made: what `stamp_versions` saw
+_Stamp = tuple[list[tuple[Tensor, int]], int]  # tensors with their versions, and the number of writes to lists
+
 
 def writes(func: Any, args: Any, kwargs: Any) -> bool:
     """Check whether a call, as a function mode sees it, may write to an existing tensor.
@@ -54,16 +57,22 @@ def _is_inplace(func: Any) -> bool:
 def stamp_versions() -> str:
     """Return what `is_unwritten` needs to tell, later in the same graph of torch.compile, whether a tensor was written to."""
     output = _graph_in_tracing()
-    count = len(output.graph.nodes)
-    return f"{id(output)} {count} {_sum_versions(output, count)}"
+    stamps: list[_Stamp] = output.__dict__.setdefault(_STAMPS, [])
+    tensors = [value for node in output.graph.nodes if isinstance(value := node.meta.get("example_value"), Tensor)]
+    stamps.append(([(tensor, _version_of(tensor)) for tensor in tensors], _count_lists(output)))
+    return f"{id(output)} {len(stamps) - 1}"
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_unwritten(stamp: str) -> bool:
     """Check that no tensor that was in the graph at a stamp was written to since. False in any other graph."""
     output = _graph_in_tracing()
-    graph, count, versions = stamp.split()
-    return str(id(output)) == graph and str(_sum_versions(output, int(count))) == versions
+    graph, at = map(int, stamp.split())
+    stamps: list[_Stamp] = output.__dict__.get(_STAMPS, [])
+    if id(output) != graph or at >= len(stamps):
+        return False
+    versions, lists = stamps[at]
+    return _count_lists(output) == lists and all(_version_of(tensor) == version for tensor, version in versions)
 
 
 def _graph_in_tracing() -> Any:
@@ -73,7 +82,11 @@ def _graph_in_tracing() -> Any:
     return InstructionTranslator.current_tx().output
 
 
-def _sum_versions(output: Any, count: int) -> int:
-    """Sum the versions of the first tensors of a graph; a write raises one of them."""
-    values = [node.meta.get("example_value") for node, _ in zip(output.graph.nodes, range(count), strict=False)]
-    return sum(value._version for value in values if isinstance(value, Tensor))
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # an inference tensor has none
+
+
+def _count_lists(output: Any) -> int:
+    """Count the writes to lists of tensors (`torch._foreach_mul_`), which do not raise versions in tracing."""
+    names = [getattr(node.target, "__name__", "") for node in output.graph.nodes if node.op == "call_function"]
+    return sum(name.startswith("_foreach_") and name.endswith("_") for name in names)
