@@ -301,3 +301,29 @@ def test_the_arguments_of_a_rewritten_model_keep_their_names() -> None:
     mods.revert(model)
     assert type(model) is Joins
     assert list(inspect.signature(again.forward).parameters) == ["x"]
+
+
+def test_rows_that_only_the_data_counts_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel asks whether there are rows, which a compiler cannot know behind a mask."""
+    monkeypatch.setattr("loka.mods.narrow_outputs.WIDE", 16)
+
+    class Masks(Norms):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[x[:, 0] > 0])
+
+    torch.manual_seed(0)
+    model, x = Masks(nn.LayerNorm(24), nn.SiLU()).eval(), torch.randn(9, 8)
+    done = mods.apply(model, "narrow_outputs", example=x)
+    assert "kernel of the norm" in done.summary.changed[0].what
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel was asked for")
+
+    monkeypatch.setattr("loka.mods.narrow_outputs.norm_quantize", refuse)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for given in (x, -x.abs()):
+            torch._dynamo.reset()
+            found = torch.compile(model, backend="aot_eager", fullgraph=True)(given)
+            torch.testing.assert_close(found, model(given), rtol=1e-5, atol=1e-5)
+        exported = torch.export.export(model, (x,)).module()
+        torch.testing.assert_close(exported(x), model(x), rtol=1e-5, atol=1e-5)

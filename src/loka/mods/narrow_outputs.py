@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from loka.kernels.norm_quantize import norm_quantize
 from loka.lowp.origins import ORIGINS, WIDE, Joined, Normed, Origin, Origins
@@ -139,6 +140,8 @@ class FewOutputs(nn.Module):
             return super().forward(input)  # type: ignore[no-any-return]
         origins: Origins | None = self.__dict__.get(ORIGINS)
         origin = None if origins is None else origins.find(input)
+        if isinstance(origin, Normed) and guard_or_true(input.numel() == 0):
+            origin = None  # no rows, or as many as only the data tells (`x[mask]`), for which no kernel can be chosen
         if origin is not None:
             return sum_from_origin(origin, self.weight, self.bias, compute_dtype(input))
         if self.loka_joined:
