@@ -132,13 +132,28 @@ def test_what_the_example_did_not_write_is_noticed_where_a_mode_can_see_it() -> 
     assert count == 2
 
 
+def test_what_the_example_did_not_write_is_noticed_where_no_mode_can_see_it() -> None:
+    model, x = serve(later := Later(hidden=True))
+    later.writes = True
+    with torch.no_grad():
+        expected = model(x)
+    found, count = run_compiled(model, x)
+    assert torch.equal(found, expected)
+    assert count == 2
+
+
 class Later:
     """The identity, until it is told to write."""
 
     writes = False
 
+    def __init__(self, hidden: bool = False) -> None:
+        self.hidden = hidden
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.elu(x, 1.0, True) if self.writes else x
+        if not self.writes:
+            return x
+        return torch.relu_(x) if self.hidden else nn.functional.elu(x, 1.0, True)
 
 
 def test_a_refused_export_leaves_nothing_behind() -> None:

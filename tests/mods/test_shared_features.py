@@ -164,6 +164,42 @@ def test_another_path_than_the_examples_is_computed_apart() -> None:
         torch.testing.assert_close(out, model(x).detach(), rtol=1e-5, atol=1e-5)
 
 
+class Later(Layer):
+    """In training the features change in place between the compression and the rest, in a way that no function mode sees."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            torch.relu_(x)
+        return x
+
+
+class LateMachine(Machine):
+    """The same between the mixtures and their products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixtures = torch.einsum("bnd,nk->bdk", x, self.y)
+        if self.training:
+            torch.relu_(x)
+        return self.out(torch.bmm(x, mixtures).flatten(1)).view(-1, 4, self.d)
+
+
+class LaterInside(Layer):
+    """A layer with such a machine."""
+
+    def __init__(self) -> None:
+        super().__init__(machine=LateMachine)
+
+
+@pytest.mark.parametrize("layer", [Later, LaterInside])
+def test_features_that_only_another_path_than_the_examples_writes_to_are_computed_apart(layer: type[nn.Module]) -> None:
+    model, changed, _ = pair(layer)
+    x = torch.randn(5, 6, 8)
+    for training in (True, False):
+        model.train(training), changed.train(training)
+        out, _ = products_in(changed, x.clone())
+        torch.testing.assert_close(out, model(x.clone()).detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_a_weight_that_a_hook_makes_is_not_read_before_the_hook_ran() -> None:
     torch.manual_seed(0)
     model = Net()

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from loka.kernels.activation import LEAK
 from loka.lowp.passing import spell_call
-from loka.nn.sharing import Shared, run_sharing
-from loka.nn.writing import is_unwritten, stamp_versions
+from loka.nn.sharing import Shared, is_valid, run_sharing, take_stamp
 
 ORIGINS = "loka_input_origins"  # attribute of a module that may ask for the origin of its input: the Origins
 SEEN = "loka_origins"  # attribute of the module that contains it and what makes the input: (the same Origins,)
@@ -61,8 +60,7 @@ class Origins(Shared):
         """Remember a tensor that was joined or normalized."""
         origin = self.read(func, args, kwargs, out)
         if origin is not None:
-            stamp = stamp_versions() if torch.compiler.is_dynamo_compiling() else ""
-            self.made = [*self.made[1 - _RECENT :], (out, origin, stamp)]
+            self.made = [*self.made[1 - _RECENT :], (out, origin, take_stamp())]
 
     def find(self, x: Tensor) -> Origin | None:
         """Return how exactly this tensor was made; None if that is not known, or gradients are enabled."""
@@ -73,7 +71,7 @@ class Origins(Shared):
     def _find(self, x: Any) -> Origin | None:
         for tensor, origin, stamp in self.made:
             if tensor is x:
-                return origin if not torch.compiler.is_dynamo_compiling() or is_unwritten(stamp) else None
+                return origin if is_valid(stamp) else None
         return None
 
     def read(self, func: Any, args: Any, kwargs: Any, out: Any) -> Origin | None:

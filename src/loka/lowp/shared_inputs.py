@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from loka.formats import QTensor
 from loka.lowp.chain import Chain, chains_of
 from loka.nn.mixing import mix, unmix
-from loka.nn.sharing import Shared, run_sharing
+from loka.nn.sharing import Shared, is_valid, run_sharing, take_stamp
 from loka.nn.wrapping import find_holder
 
 SHARED = "loka_shared_inputs"  # attribute of the module that contains the chains: its SharedInputs
@@ -32,6 +32,7 @@ class SharedInput(Shared):
     def __init__(self) -> None:
         self.x: Tensor | None = None
         self.quantized: QTensor | None = None
+        self.stamp = ""
 
     def forget(self) -> None:
         """Discard the quantized tensor, whose source may have changed."""
@@ -39,12 +40,13 @@ class SharedInput(Shared):
 
     def find(self, x: Tensor) -> QTensor | None:
         """Return the quantized copy of exactly this tensor, if a chain has made one."""
-        return self.quantized if self.open and torch.compiler.is_compiling() and self.x is x else None
+        shares = self.open and torch.compiler.is_compiling() and self.x is x
+        return self.quantized if shares and is_valid(self.stamp) else None
 
     def keep(self, x: Tensor, quantized: QTensor) -> None:
         """Keep a quantized tensor for the next chain that reads it."""
         if self.open and torch.compiler.is_compiling():
-            self.x, self.quantized = x, quantized
+            self.x, self.quantized, self.stamp = x, quantized, take_stamp()
 
 
 class _Sharing(nn.Module):

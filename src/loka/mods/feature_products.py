@@ -24,6 +24,7 @@ from loka.mods.editor import Editor
 from loka.mods.fused_dots import is_transpose
 from loka.mods.sharing import SHARED, SharedFeatures, Transpose
 from loka.nn.mix import compute_dtype, mix_features, multiply_mixtures, without_autocast
+from loka.nn.sharing import is_valid, take_stamp
 from loka.nn.writing import writes
 from loka.records.mods import ModClass
 
@@ -41,6 +42,7 @@ class _Mixture(NamedTuple):
     transposed: bool  # whether `made` is (W x)^T
     grad: bool  # whether gradients were enabled
     dtype: torch.dtype
+    stamp: str
 
 
 class _MultiplyFromLeft(TorchFunctionMode):
@@ -123,7 +125,7 @@ class _MultiplyFromLeft(TorchFunctionMode):
         if self.fuses and (torch.compiler.is_compiling() or (self.shared is not None and self.shared.noting)):
             # not in eager mode: the mixture is computed already, and one product is cheaper than two
             self.mixtures.append(
-                _Mixture(y, matrix, turned, weight, x, transposed, torch.is_grad_enabled(), wide.dtype)
+                _Mixture(y, matrix, turned, weight, x, transposed, torch.is_grad_enabled(), wide.dtype, take_stamp())
             )
         return y
 
@@ -131,7 +133,7 @@ class _MultiplyFromLeft(TorchFunctionMode):
         """Return the products of x with a recorded mixture of itself, or None. The mixture itself is then unused."""
         for mixture in self.mixtures:
             same = made is mixture.made and x is mixture.x and transposed == mixture.transposed
-            if same and (mixture.grad, mixture.dtype) == (torch.is_grad_enabled(), compute_dtype(x)):
+            if same and (mixture.grad, mixture.dtype) == (torch.is_grad_enabled(), compute_dtype(x)) and is_valid(mixture.stamp):  # fmt: skip
                 found = None if self.shared is None else self.shared.find_products(x, mixture.matrix, mixture.turned)
                 return multiply_mixtures(x, mixture.weight) if found is None else found
         return None
@@ -188,7 +190,7 @@ class _DetectWrites(_MultiplyFromLeft):
 
     def _mix(self, matrix: Tensor, turned: bool, x: Tensor, transposed: bool) -> Tensor:
         y = super()._mix(matrix, turned, x, transposed)
-        mixture = _Mixture(y, matrix, turned, matrix, x, transposed, torch.is_grad_enabled(), y.dtype)
+        mixture = _Mixture(y, matrix, turned, matrix, x, transposed, torch.is_grad_enabled(), y.dtype, "")
         self.versions.append((mixture, _versions(mixture)))
         self.inside.append(self.report(None))
         return y

@@ -35,10 +35,12 @@ from loka.mods.editor import Editor
 from loka.mods.origins import find_origins, tell_origins
 from loka.nn.mix import compute_dtype, without_autocast
 from loka.records.mods import ModClass
+from loka.units.flow import Flow, Unknown
 
 FEW = 4  # up to this many outputs are computed as sums, which read x once for all
 SEVERAL = 64  # linears with fewer outputs are padded here; wider ones are for low precision and `align_shapes`
 ALIGNED = 8  # a 16-bit GEMM needs a multiple of this many columns
+PARTS = 4  # of a concatenation that are summed one by one; two were measured, and each takes a kernel
 DEEP = 256  # outputs are padded from this many inputs on: chosen, not measured; padding the weight takes a kernel
 
 
@@ -163,6 +165,14 @@ class PaddedOutputs(Aligned):
     forward.loka_is_linear = True  # type: ignore[attr-defined]
 
 
+def _reads_concatenation(flow: Flow | Unknown, name: str) -> bool:
+    """Return True if the linear reads a concatenation in one of its calls on the example."""
+    if isinstance(flow, Unknown):
+        return False
+    makers = [flow.maker(call.inputs[0]) for call in flow.calls_of(name)]
+    return any(maker is not None and maker.op in ("cat", "concat") for maker in makers)
+
+
 @dataclass(frozen=True)
 class NarrowOutputs:
     """In compiled code, compute linears of up to 4 outputs as sums and pad up to 63 to a multiple of 8. No options."""
@@ -194,14 +204,18 @@ class NarrowOutputs:
         seen: dict[str, Origins] = {}
         for name in few_outputs:
             origin, holder = found.get(name, (None, ""))
+            joined = isinstance(origin, Joined) or _reads_concatenation(editor.flow, name)
             said = f"{editor.model.get_submodule(name).out_features} outputs, compiled as sums"
-            if isinstance(origin, Joined):
+            if isinstance(origin, Joined) and len(origin.parts) <= PARTS:
                 said += "; in inference, over the parts of the concatenation that it reads"
             elif isinstance(origin, Normed) and origin.x.shape[-1] > WIDE:
                 said += "; in inference, by the kernel of the norm before it"
+            elif joined:
+                editor.leave(name, "it reads a concatenation, over which sums are slower than its GEMM; hint: keep it")
+                continue
             else:
                 origin = None
-            editor.mix(name, FewOutputs, **({"loka_joined": True} if isinstance(origin, Joined) else {}))
+            editor.mix(name, FewOutputs, **({"loka_joined": True} if joined else {}))
             if origin is not None:
                 tell_origins(editor, name, holder, seen)
             editor.change(name, said, "rounding")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.nn.mix import compute_dtype, multiply_and_mix
-from loka.nn.sharing import Shared, run_sharing
+from loka.nn.sharing import Shared, is_valid, run_sharing, take_stamp
 
 SHARED = "loka_shared_features"  # attribute of a module: the SharedFeatures it belongs to
 # (transpose, its source, whether gradients were enabled: a transpose made without them passes none to the source)
@@ -49,6 +49,7 @@ class _Results(NamedTuple):
     mode: tuple[bool, torch.dtype]  # whether gradients were enabled, and the dtype
     products: Tensor
     mixed: tuple[Tensor, ...]
+    stamp: str
 
 
 class SharedFeatures(Shared):
@@ -100,7 +101,7 @@ class SharedFeatures(Shared):
         if not self.open or not torch.compiler.is_compiling() or (torch.is_grad_enabled() and not self.trains):
             return None
         mode, results = (torch.is_grad_enabled(), compute_dtype(x)), self.results
-        if results is not None and results.x is x and results.mode == mode:
+        if results is not None and results.x is x and results.mode == mode and is_valid(results.stamp):
             return results
         matrix, weights = self.product.get(x.device), [mixer.get(x.device) for mixer in self.mixers]
         there = [weight for weight in weights if weight is not None]
@@ -116,7 +117,7 @@ class SharedFeatures(Shared):
             for mixing in there:  # not torch.split, whose results must not be written to in place
                 parts.append(mixed[:, first : first + mixing.shape[0]])
                 first += mixing.shape[0]
-        self.results = _Results(x, mode, products, tuple(parts))
+        self.results = _Results(x, mode, products, tuple(parts), take_stamp())
         return self.results
 
 

@@ -2,7 +2,7 @@
 
 A mixin of the containing module runs its forward through `run_sharing`. The modules inside keep a reference to a
 `Shared` and use it only while it is open. After any in-place write everything is forgotten, since a shared tensor may
-have changed. Eager calls share nothing.
+have changed; writes that only the compiler sees make what was shared before invalid. Eager calls share nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,21 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from loka.nn.writing import writes
+from loka.nn.writing import is_unwritten, stamp_versions, writes
+
+
+def take_stamp() -> str:
+    """Return a stamp for `is_valid`; in torch.compile, of the graph that is being made."""
+    return stamp_versions() if torch.compiler.is_dynamo_compiling() else ""
+
+
+def is_valid(stamp: str) -> bool:
+    """Check that nothing was written to since a stamp was taken, as far as compiled code can tell.
+
+    A function mode does not see every write there (`torch.relu_`, `torch._foreach_mul_`), and an example does not run every
+    path: without this, what is shared could be older than the tensor it was computed from.
+    """
+    return not torch.compiler.is_dynamo_compiling() or is_unwritten(stamp)
 
 
 class Shared:
