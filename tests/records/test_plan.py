@@ -68,7 +68,7 @@ def test_an_older_plan_that_is_damaged_is_named(units: Any) -> None:
             from_json(json.dumps({**document, "kind": kind.__struct_config__.tag, "units": units}), kind)
 
 
-@pytest.mark.parametrize("name", ["tune_zoo", "tune_zoo_wukong", "tune_zoo_wukong_serve", "tune_zoo_dlrm"])
+@pytest.mark.parametrize("name", ["tune_zoo", "tune_zoo_wukong", "tune_zoo_serve", "tune_zoo_dlrm"])
 def test_committed_plans_are_read(name: str) -> None:
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     assert rows
