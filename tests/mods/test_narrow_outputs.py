@@ -199,6 +199,18 @@ def test_what_draws_or_changes_the_input_of_a_head_is_kept(monkeypatch: pytest.M
         torch.testing.assert_close(calls_of(model, x)[0], model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_where_the_compilers_graph_cannot_be_looked_at_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a version of torch that keeps it elsewhere."""
+    torch.manual_seed(0)
+    model, x = Joins().eval(), torch.randn(5, 8)
+    mods.apply(model, "narrow_outputs", example=x)
+    monkeypatch.setattr("loka.nn.writing._graph_in_tracing", lambda: None)
+    with torch.no_grad():
+        y, calls = calls_of(model, x)
+        assert any("cat" in call for call in calls)
+        torch.testing.assert_close(y, model(x))
+
+
 def test_a_head_that_is_called_twice_asks_for_no_origin() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

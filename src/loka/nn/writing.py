@@ -13,6 +13,7 @@ from torch import Tensor
 
 _AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
 
+UNKNOWN = "unknown"  # a stamp of a graph that could not be looked at
 _STAMPS = "loka_stamps"  # attribute of a graph that is being made: what `stamp_versions` saw
 _Stamp = tuple[list[tuple[Tensor, int]], int]  # tensors with their versions, and the number of writes to lists
 
@@ -57,6 +58,8 @@ def _is_inplace(func: Any) -> bool:
 def stamp_versions() -> str:
     """Return what `is_unwritten` needs to tell, later in the same graph of torch.compile, whether a tensor was written to."""
     output = _graph_in_tracing()
+    if output is None:
+        return UNKNOWN
     stamps: list[_Stamp] = output.__dict__.setdefault(_STAMPS, [])
     tensors = [value for node in output.graph.nodes if isinstance(value := node.meta.get("example_value"), Tensor)]
     stamps.append(([(tensor, _version_of(tensor)) for tensor in tensors], _count_lists(output)))
@@ -67,6 +70,8 @@ def stamp_versions() -> str:
 def is_unwritten(stamp: str) -> bool:
     """Check that no tensor that was in the graph at a stamp was written to since. False in any other graph."""
     output = _graph_in_tracing()
+    if output is None or stamp == UNKNOWN:
+        return False
     graph, at = map(int, stamp.split())
     stamps: list[_Stamp] = output.__dict__.get(_STAMPS, [])
     if id(output) != graph or at >= len(stamps):
@@ -76,10 +81,16 @@ def is_unwritten(stamp: str) -> bool:
 
 
 def _graph_in_tracing() -> Any:
-    """Return the graph that torch.compile makes right now: the functions above run while it traces."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    """Return the graph that torch.compile makes right now: the functions above run while it traces.
 
-    return InstructionTranslator.current_tx().output
+    None if another version of torch keeps it elsewhere, since this is private. Then nothing is shared: slower, and right.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        return InstructionTranslator.current_tx().output
+    except (ImportError, AttributeError):
+        return None
 
 
 def _version_of(tensor: Tensor) -> int:
