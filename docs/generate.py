@@ -19,6 +19,7 @@ TRAINED = (
     "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_wukong.json and trained.json -->"
 )
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
+INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_serve.json, tune_zoo_dlrm.json, tune_zoo.json, zoo_wukong_infer.json and zoo_inference.json -->"
 SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
@@ -129,6 +130,7 @@ def write_blocks(text: str, measured: str) -> str:
         (ABLATION, summary and summary.replace("MEASURED", measured)),
         (TRAINED, trained.trained_headline()),
         (HURTS, trained.hurts_headline()),
+        (INFERENCE, zoo.inference_headline()),
         (SERVED, serving.serving_headline()),
         (DEMO, models.demo_headline()),
     )

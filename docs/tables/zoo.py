@@ -165,6 +165,32 @@ def tune_table() -> str | None:
     return table(head, rows)
 
 
+def inference_headline() -> str | None:
+    """Return one paragraph: what `loka.tune` chose for serving with its change of the loss, and all chains in FP8 over the faster mode of bf16."""
+    names = {"wukong": "Wukong", "dlrm": "DLRM", "tower": "MLP tower", "cross": "cross network", "encoder": "transformer encoder"}  # fmt: skip
+    tuned, ratios = [], []
+    rows = [row for row in _newest("tune_zoo_serve", "tune_zoo", "tune_zoo_dlrm") if row["target"] == "serve" and "record" in row]  # fmt: skip
+    timed = _newest("zoo_wukong_infer", "zoo_inference")
+    for model, name in names.items():
+        for row in (row for row in rows if row["model"] == model):
+            speed, change = row["record"]["speedup"], row["record"]["metric_change"]
+            if speed is not None and change is not None:
+                low, high = (100 * change[end] for end in ("low", "high"))
+                tuned.append(
+                    f"{name} **{speed['value']:.2f}x** at {100 * change['value']:+.3f}% [{low:+.3f}%, {high:+.3f}%]"
+                )
+        cells = {row["way"]: row for row in timed if row["model"] == model}
+        best = {way: min((cells[way + m]["ms"] for m in ("", "+max") if "ms" in cells.get(way + m, {})), default=None) for way in ("bf16", "loka")}  # fmt: skip
+        if "ms" in cells.get("bf16+max", {}) and best["loka"]:
+            ratios.append(f"{name} {best['bf16'] / best['loka']:.2f}x")
+    if not tuned or not ratios:
+        return None
+    return (
+        f"**Inference of plain models**, in CUDA graphs on one H200. As `loka.tune` converted them for serving, over compiled bf16, with the change of the loss: {'; '.join(tuned)}. "
+        f"With every chain in FP8 (`loka.convert`), over the faster of bf16's two compile modes: {', '.join(ratios)}."
+    )
+
+
 def _tuned(title: str, record: dict[str, Any], seconds: float) -> list[str]:
     """Return the result of one call of tune."""
     speed, change = record["speedup"], record["metric_change"]
