@@ -199,6 +199,31 @@ def test_what_draws_or_changes_the_input_of_a_head_is_kept(monkeypatch: pytest.M
         torch.testing.assert_close(calls_of(model, x)[0], model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_a_container_that_is_never_called_is_not_what_watches() -> None:
+    """The module around it is: `parts` has no forward of its own."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.last = nn.Linear(8, 6), nn.Linear(14, 1)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = Parts()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts.last(torch.cat([self.parts.a(x), x], 1))
+
+    model, x = Around().eval(), torch.randn(5, 8)
+    with torch.inference_mode():  # whose tensors have no versions
+        mods.apply(model, "narrow_outputs", example=x)
+    with torch.no_grad():
+        y, calls = calls_of(model, x)
+        torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-6)
+    assert not any("cat" in call for call in calls)
+
+
 def test_where_the_compilers_graph_cannot_be_looked_at_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a version of torch that keeps it elsewhere."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from loka.lowp.origins import ORIGINS, SEEN, Joined, Origin, Origins, SeesOrigins
 from loka.mods.editor import Editor
 from loka.nn.sharing import Watch
-from loka.nn.wrapping import find_holder, is_scripted
+from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model
 from loka.units.undisturbed import set_mode, undisturbed
 
@@ -24,11 +24,11 @@ class Found(NamedTuple):
 
 
 class _Noting(Origins):
-    """Records origins while an example runs in eager mode, with the module whose forward made each, and versions."""
+    """Records origins while an example runs in eager mode, with the modules that were running then, and versions."""
 
     def __init__(self, running: list[str]) -> None:
         super().__init__()
-        self.running = running
+        self.running = running  # the modules whose forwards run right now, the outermost first
         self.places: list[tuple[Tensor, list[str], list[tuple[Tensor, int]]]] = []
 
     def forget(self) -> None:
@@ -41,22 +41,32 @@ class _Noting(Origins):
             return
         source = args[0] if args else kwargs.get("input")
         read = [out, *(origin.parts if isinstance(origin, Joined) else (origin.x,))]
-        places, versions = (
-            [f"{self.running[-1] if self.running else ''}.call".removeprefix(".")],
-            [(tensor, tensor._version) for tensor in read],
-        )
+        place, versions = list(self.running), [(tensor, _version_of(tensor)) for tensor in read]
         for tensor, where, then in self.places:
             if tensor is source:  # an activation or dropout: what its input was made from must not have changed since
-                places, versions = [*places, *where], [*versions, *then]
+                place, versions = _common(place, where), [*versions, *then]
         self.made.append((out, origin, ""))
-        self.places.append((out, places, versions))
+        self.places.append((out, place, versions))
 
     def find_unchanged(self, x: Any) -> tuple[Origin, list[str]] | None:
-        """Return a tensor's origin and where it was made, unless anything it was made from has changed since."""
-        for (tensor, origin, _), (_, places, read) in zip(reversed(self.made), reversed(self.places), strict=True):
+        """Return a tensor's origin and the modules that ran since it was made, unless what it was made from has changed."""
+        for (tensor, origin, _), (_, place, read) in zip(reversed(self.made), reversed(self.places), strict=True):
             if tensor is x:
-                return (origin, places) if all(t._version == version for t, version in read) else None
+                same = all(_version_of(t) == version for t, version in read)
+                return (origin, _common(place, self.running)) if same else None
         return None
+
+
+def _common(one: list[str], other: list[str]) -> list[str]:
+    """Return what two lists begin with."""
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return one[:count]
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # an inference tensor has none
 
 
 def tell_origins(editor: Editor, name: str, holder: str, seen: dict[str, Origins]) -> None:
@@ -124,10 +134,9 @@ def find_origins(editor: Editor, names: list[str]) -> dict[str, Found]:
     found = {}
     for name, seen in calls.items():
         if len(seen) == 1 and seen[0] is not None:
-            origin, places = seen[0]
-            holder = find_holder([name, *places], editor.model)
-            if holder not in checkpointed:
-                found[name] = Found(origin, holder)
+            origin, around = seen[0]
+            if around and around[-1] not in checkpointed:
+                found[name] = Found(origin, around[-1])
     return found
 
 
