@@ -295,6 +295,7 @@ def test_the_ops_keep_their_word_triton(device: torch.device) -> None:
     torch.library.opcheck(ops.norm_quantize, alone, test_utils=checks)
     given = (p.x, None, None, p.weight, p.bias, p.scale, amax, 0, 2, 1e-5, torch.float8_e4m3fn, 1, False, None)
     torch.library.opcheck(ops.norm_quantize, (*given, *drawn), test_utils=checks)
+    torch.library.opcheck(ops.norm_quantize, (*given, None, 0.0, 0, p.weight[None].repeat(3, 1)), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -114,7 +114,7 @@ def run(
     kind = torch.float8_e4m3fn if spec is None else spec.format.dtype
     source, pow2 = (0, False) if spec is None else (_SOURCES[spec.block], spec.scale in ("pow2", "e8m0"))
     q, made, h, y, mean, rstd, dots = invoke(
-        triton_ops.norm_quantize, data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, call.out_dtype, _dense(head), *taken_apart(dropout)
+        triton_ops.norm_quantize, data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, call.out_dtype, *taken_apart(dropout), _dense(head)
     )  # fmt: skip
     return NormResult(
         None if spec is None else QTensor(q, made if scale is None or dropout is not None else one_number(scale), spec),

@@ -17,7 +17,7 @@ def _nothing(like: Tensor) -> Tensor:
 def norm_quantize(
     x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
-    head: Tensor | None = None, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
+    seed: Tensor | None = None, p: float = 0.0, stream: int = 0, head: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q, scale, h, y, mean, rstd, dots. A given scale is returned only with dropout (a seed), times its factor."""
     results = kernels.forward(
@@ -29,7 +29,7 @@ def norm_quantize(
 
 
 @fake_of(norm_quantize)
-def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype, head=None, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype, seed=None, p=0.0, stream=0, head=None):  # type: ignore[no-untyped-def]  # fmt: skip
     m, k = x.shape
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
