@@ -165,7 +165,7 @@ def test_batches_of_any_size_in_one_graph(way: str) -> None:
 def test_exported_its_rows_are_free() -> None:
     model, x = Mixing(WAYS["einsum"]), torch.randn(ROWS, 8)
     mods.apply(model, "weighted_sums", example=x)
-    exported = torch.export.export(model, (x,), dynamic_shapes=(({0: torch.export.Dim.DYNAMIC},),))
+    exported = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}})
     other = torch.randn(7, 8)
     torch.testing.assert_close(exported.module()(other), model(other), rtol=1e-5, atol=1e-5)
 

@@ -1,6 +1,7 @@
 """A class in front of a module's own: made once, pickled by its parts, taken away whatever stands in front of it."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -53,3 +54,32 @@ def test_a_linear_in_low_precision_is_what_the_two_mixed_are() -> None:
     assert unmix(mix(Own, Linear), Linear) is Own
     wrapped = type("FSDPLinear", (Linear,), {})
     assert unmix(wrapped, Linear).__bases__ == (nn.Linear,)
+
+
+class Around(nn.Module):
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return super().forward(*args, **kwargs) + 1
+
+
+class Further(nn.Module):
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return super().forward(*args, **kwargs) + 1
+
+
+class TwoInputs(nn.Module):
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        return dense + sparse
+
+
+def test_a_forward_of_any_arguments_keeps_the_names_of_the_modules_own() -> None:
+    module, x = TwoInputs(), torch.randn(4, 3)
+    module.__class__ = mix(mix(TwoInputs, Around), Further)
+    assert list(inspect.signature(module.forward).parameters) == ["dense", "sparse"]
+    assert [node.name for node in torch.fx.symbolic_trace(module).graph.nodes][:2] == ["dense", "sparse"]
+    rows = {0: torch.export.Dim("rows")}
+    exported = torch.export.export(module, (x, x), dynamic_shapes={"dense": rows, "sparse": rows}).module()
+    assert torch.equal(exported(x[:2], x[:2]), 2 * x[:2] + 2)
+    for made in (module, pickle.loads(pickle.dumps(module))):
+        assert torch.equal(made(sparse=x, dense=x), 2 * x + 2)
+        made.__class__ = unmix(unmix(type(made), Around), Further)
+        assert type(made) is TwoInputs

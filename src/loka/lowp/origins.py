@@ -7,7 +7,6 @@ more. The user's forward still makes that tensor, so nothing depends on its bein
 The mods `narrow_outputs` and `normed_inputs` find out on an example who may ask (`loka.mods.origins`).
 """
 
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -114,15 +113,6 @@ def _read_norm(norm: str, args: Any, kwargs: Any) -> Normed | None:
 
 class SeesOrigins(nn.Module):
     """Mixin for the module that contains what makes the tensors and what asks for their origins."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep the signature of the module's own forward: `torch.export` and `torch.fx` read the names of arguments."""
-        super().__init_subclass__(**kwargs)
-        if SeesOrigins in cls.__bases__:
-            own = SeesOrigins.forward
-            forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
-            forward.__wrapped__ = super().forward  # type: ignore[attr-defined]
-            cls.forward = forward  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward and remember origins, if it is being compiled for inference."""

@@ -8,6 +8,8 @@ can be pickled, deep-copied and saved with torch.save like any other.
 """
 
 import copyreg
+import inspect
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -38,9 +40,26 @@ def mix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
     """
     key = (kind, mixin)
     if key not in _CLASSES:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, _PARTS: (mixin, kind)}
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, _PARTS: (mixin, kind), **_named_forward(mixin, kind)}  # fmt: skip
         _CLASSES[key] = _meta_for(type(kind))(kind.__name__, (mixin, kind), body)
     return _CLASSES[key]
+
+
+def _named_forward(mixin: type[nn.Module], kind: type[nn.Module]) -> dict[str, Any]:
+    """Return a mixin's `forward(*args, **kwargs)` with the argument names of the module's own; {} for any other forward.
+
+    `torch.export(dynamic_shapes={"x": ...})` and `torch.fx` read the names.
+    """
+    own = mixin.__dict__.get("forward")
+    if not isinstance(own, FunctionType):
+        return {}
+    kinds = [parameter.kind for parameter in inspect.signature(own).parameters.values()][1:]
+    if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+        return {}
+    forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    forward.__dict__.update(own.__dict__)
+    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    return {"forward": forward}
 
 
 def declare_mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> None:
