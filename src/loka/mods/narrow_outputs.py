@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from loka.kernels.norm_quantize import norm_quantize
+from loka.kernels.norm_quantize.triton import WIDEST
 from loka.lowp.origins import ORIGINS, WIDE, Joined, Normed, Origin, Origins
 from loka.mods.align_shapes import Aligned, is_aligned, round_up
 from loka.mods.editor import Editor
@@ -208,7 +209,7 @@ class NarrowOutputs:
             said = f"{editor.model.get_submodule(name).out_features} outputs, compiled as sums"
             if isinstance(origin, Joined) and len(origin.parts) <= PARTS:
                 said += "; in inference, over the parts of the concatenation that it reads"
-            elif isinstance(origin, Normed) and origin.x.shape[-1] > WIDE:
+            elif isinstance(origin, Normed) and WIDE < origin.x.shape[-1] <= WIDEST:
                 said += "; in inference, by the kernel of the norm before it"
             elif joined:
                 editor.leave(name, "it reads a concatenation, over which sums are slower than its GEMM; hint: keep it")

@@ -15,13 +15,12 @@ from typing import ClassVar
 
 from torch import nn
 
+from loka.kernels.norm_quantize.triton import WIDEST
 from loka.lowp.origins import WIDE, Normed, Origins
 from loka.mods.editor import Editor
 from loka.mods.origins import find_origins, tell_origins
 from loka.records.mods import ModClass
 from loka.units.flow import Flow
-
-WIDEST = 16384  # columns that the kernel keeps in registers
 
 
 @dataclass(frozen=True)

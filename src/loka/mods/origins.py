@@ -12,6 +12,7 @@ from loka.lowp.origins import ORIGINS, SEEN, Joined, Origin, Origins, SeesOrigin
 from loka.mods.editor import Editor
 from loka.nn.sharing import Watch
 from loka.nn.wrapping import is_scripted
+from loka.nn.writing import version_of
 from loka.units.example import call_model
 from loka.units.undisturbed import set_mode, undisturbed
 
@@ -41,7 +42,7 @@ class _Noting(Origins):
             return
         source = args[0] if args else kwargs.get("input")
         read = [out, *(origin.parts if isinstance(origin, Joined) else (origin.x,))]
-        place, versions = list(self.running), [(tensor, _version_of(tensor)) for tensor in read]
+        place, versions = list(self.running), [(tensor, version_of(tensor)) for tensor in read]
         for tensor, where, then in self.places:
             if tensor is source:  # an activation or dropout: what its input was made from must not have changed since
                 place, versions = _common(place, where), [*versions, *then]
@@ -52,7 +53,7 @@ class _Noting(Origins):
         """Return a tensor's origin and the modules that ran since it was made, unless what it was made from has changed."""
         for (tensor, origin, _), (_, place, read) in zip(reversed(self.made), reversed(self.places), strict=True):
             if tensor is x:
-                same = all(_version_of(t) == version for t, version in read)
+                same = all(version_of(t) == version for t, version in read)
                 return (origin, _common(place, self.running)) if same else None
         return None
 
@@ -63,10 +64,6 @@ def _common(one: list[str], other: list[str]) -> list[str]:
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
     return one[:count]
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # an inference tensor has none
 
 
 def tell_origins(editor: Editor, name: str, holder: str, seen: dict[str, Origins]) -> None:

@@ -62,7 +62,7 @@ def stamp_versions() -> str:
         return UNKNOWN
     stamps: list[_Stamp] = output.__dict__.setdefault(_STAMPS, [])
     tensors = [value for node in output.graph.nodes if isinstance(value := node.meta.get("example_value"), Tensor)]
-    stamps.append(([(tensor, _version_of(tensor)) for tensor in tensors], _count_lists(output)))
+    stamps.append(([(tensor, version_of(tensor)) for tensor in tensors], _count_lists(output)))
     return f"{id(output)} {len(stamps) - 1}"
 
 
@@ -77,7 +77,7 @@ def is_unwritten(stamp: str) -> bool:
     if id(output) != graph or at >= len(stamps):
         return False
     versions, lists = stamps[at]
-    return _count_lists(output) == lists and all(_version_of(tensor) == version for tensor, version in versions)
+    return _count_lists(output) == lists and all(version_of(tensor) == version for tensor, version in versions)
 
 
 def _graph_in_tracing() -> Any:
@@ -93,8 +93,9 @@ def _graph_in_tracing() -> Any:
         return None
 
 
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # an inference tensor has none
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; 0 for an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _count_lists(output: Any) -> int:

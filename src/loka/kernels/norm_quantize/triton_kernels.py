@@ -409,7 +409,7 @@ def _forward_launch(m: int, width: int, device: torch.device, *, heads: bool = F
     """Return rows per step, warps, stages and programs of the forward kernel, for rows of `width` lanes.
 
     Programs stay, and load the next rows while they compute. The vectors of a head take registers and shared memory, so
-    fewer programs fit: three of them take 40 us at 6144 x 3072 instead of 53.
+    fewer programs fit: four norms and a head with three vectors, in a model of 6144 x 3072, take 162 us instead of 171.
     """
     for widest, rows, warps, programs in _FORWARD_LAUNCHES:
         if width <= widest:
