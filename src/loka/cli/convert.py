@@ -112,13 +112,7 @@ def _leaving(model: Any, patterns: list[str]) -> Any:
 
 
 def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None:
-    """Load the weights of a checkpoint folder or of a .safetensors file.
-
-    Args:
-        model: the module to load into.
-        path: the folder or file.
-        option: the command-line option that named the path, for error messages.
-    """
+    """Load the weights of a checkpoint folder or of a .safetensors file. `option` names the path in error messages."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

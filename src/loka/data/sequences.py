@@ -99,17 +99,8 @@ class SequenceSplit:
 class SequenceStream(Generic[B]):
     """Iterator over the batches of one epoch; the position can be saved and restored.
 
-    Args:
-        cut: makes the batch of the given rows.
-        rows: number of rows.
-        batch_size: rows in a batch.
-        shuffle: visit the rows in an order that depends only on (seed, epoch).
-        seed: seed of the order.
-        epoch: epoch of the order.
-        drop_last: drop an incomplete batch; with `world`, also rows that would make the ranks' counts differ.
-        rank: this process.
-        world: number of processes.
-        identity: further properties that a saved position must match.
+    Shuffled rows have an order that depends only on (seed, epoch). `drop_last` drops an incomplete batch and, with
+    `world`, rows that would make the ranks' counts differ. A saved position must match `identity`.
     """
 
     def __init__(

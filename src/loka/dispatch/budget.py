@@ -98,21 +98,11 @@ def search(
     told: Mapping[str, float] | None = None,
     suspicion: Mapping[str, float] | None = None,
 ) -> Spent:
-    """Find the items with the largest total saving that stay within a bound on the end metric.
+    """Find the items with the largest total saving that stay within a bound on the end metric; empty if there are none.
 
-    Args:
-        items: the items to choose from, with effects measured one at a time.
-        bound: largest allowed relative change of the end metric.
-        measure: measures the change with a set of items together; None proposes a set by its sum alone.
-        told: items that are always chosen, with their effects.
-        suspicion: upper ends of the effects, negative ones included. The highest are dropped first once only items that
-            cost nothing alone are left.
-
-    Returns:
-        The set; empty if no measured set stays within the bound.
-
-    Raises:
-        ValueError: the items in `told` alone exceed the bound.
+    `measure` measures the change with a set of items together; None proposes a set by its sum alone. `told` items are
+    always chosen; if they alone exceed the bound, ValueError. `suspicion` holds the upper ends of the effects, negative
+    ones included: the highest are dropped first once only items that cost nothing alone are left.
     """
     told, suspicion = told or {}, suspicion or {}
     effects = {**{item.name: item.effect for item in items}, **told}

@@ -29,22 +29,10 @@ def place_chains(
     refusal: str | None,
     told: Mapping[str, str],
 ) -> tuple[list[SitePlan], list[UnitPlan], list[str]]:
-    """Move linears of a plan into chains.
+    """Move linears of a plan into chains. Returns the sites (those in chains in high precision), the chains, and notes.
 
-    Args:
-        report: the evidence, with the units that were found.
-        sites: every linear as planned on its own.
-        margin: relative change of the loss allowed for the whole model.
-        units: number of units that share the margin.
-        wanted: True requires chains, False forbids them, None places those that the evidence supports.
-        refusal: why the policy rules out chains.
-        told: sites fixed by an override, with its description.
-
-    Returns:
-        The sites (those in chains are listed in high precision), the chains, and notes.
-
-    Raises:
-        ValueError: `wanted` is True and no chain can be placed.
+    `wanted`: True requires chains, and raises ValueError if none can be placed, False forbids them, None places those
+    that the evidence supports. `units` share the margin. `refusal` says why the policy rules out chains.
     """
     if wanted is False:
         return list(sites), [], []

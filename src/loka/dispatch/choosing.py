@@ -227,28 +227,13 @@ def _offer_chain(unit: UnitPlan, looked: Looked, total: float, training: bool) -
 
 
 def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> Offer:
-    """Make an offer from a part of an offered chain.
-
-    Args:
-        offer: the whole chain.
-        unit: the part (see `split_unit`).
-        looked: the observations.
-        training: whether gradient GEMMs count.
-    """
+    """Make an offer from a part of an offered chain (see `split_unit`)."""
     made = _offer_chain(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
     return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
 
 
 def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training: bool) -> list[Offer]:
-    """Split an offered chain into one offer per linear.
-
-    Args:
-        offer: the chain.
-        recipe: the recipe each linear will run.
-        looked: the observations.
-        why: why they are better run separately; appended to the reasons.
-        training: whether gradient GEMMs count.
-    """
+    """Split an offered chain into one offer per linear. `why` is added to their reasons."""
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     sites = [looked.sites[name] for name in offer.unit.linears]
     harms = [site.total_harm(recipe, training=training) for site in sites]
@@ -340,15 +325,7 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
 def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, UnitEvidence], kept: Mapping[str, str], *, training: bool) -> tuple[list[UnitPlan], list[SitePlan]]:  # fmt: skip
     """Turn accepted offers into the units of a plan, and one site plan for every observed linear.
 
-    Args:
-        offers: the accepted offers.
-        looked: the observations.
-        evidence: measurements by offer name.
-        kept: why linears stay in high precision, by linear name.
-        training: whether the plan has gradient GEMMs.
-
-    Returns:
-        The units and the site plans.
+    `evidence` are measurements by offer name, `kept` the reasons why linears stay in high precision, by linear name.
     """
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     units = [

@@ -35,18 +35,8 @@ class Allowance:
 def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowance:
     """Judge a measured change by the end of its interval that is further from zero.
 
-    Args:
-        change: relative change of the metric.
-        margin: margin of the whole model.
-        units: number of units that share it; 1 for a change of all units together.
-
-    Returns:
-        The bound (the coarse one if the interval cannot resolve the fine one), whether the change is within it, and a
-        description.
-
-    Example:
-        >>> allow(Interval(value=0.0, low=-0.0001, high=0.0001)).within
-        True
+    `units` share the margin; 1 for a change of all units together. The bound is the coarse one if the interval cannot
+    resolve the fine one.
     """
     fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
     resolved = (change.high - change.low) / 2 <= fine

@@ -285,18 +285,9 @@ def choose(
     *,
     scored: bool = False,
 ) -> Choice:
-    """Choose among the candidates of one GEMM; high precision if none passes.
+    """Choose among the candidates of one GEMM; high precision if none passes. Also returns why others were refused.
 
-    Args:
-        options: candidates with their speeds.
-        gemm: which GEMM of the linear.
-        policy: the requirements.
-        site: the linear, for its measured metric change.
-        units: number of units that share the margin.
-        scored: whether this GEMM has a score elsewhere in the model; then candidates without one are refused.
-
-    Returns:
-        The choice, its reason, and why the other candidates were refused.
+    `units` share the margin. If the GEMM is scored elsewhere in the model, candidates without a score are refused.
     """
     passing: list[Candidate] = []
     refusals: list[str] = []

@@ -111,19 +111,9 @@ def fastest_backend(
 ) -> Fastest | None:  # fmt: skip
     """Return the fastest backend measured on this machine for one GEMM of a linear, in the bucket of its M.
 
-    Times with cached quantized weights are preferred, since a placed linear caches them.
-
-    Args:
-        gemm: which GEMM of the linear.
-        way: the operands' formats; its backend is ignored.
-        m: rows of a call.
-        k: inputs of the linear.
-        n: outputs of the linear.
-        databases: where to look, in order; None for the user's database, then the rows that ship with the package.
-        machine: whose rows to use; None for this machine.
-
-    Returns:
-        The backend and the source of its time; None if there is no row.
+    Times with cached quantized weights are preferred, since a placed linear caches them. `way` gives the formats; its
+    backend is ignored. `databases` are searched in order; None for the user's, then those that ship with loka.
+    Returns the backend and the source of its time; None if there is no row.
     """
     machine = machine or _this_machine()
     for database in _databases() if databases is None else databases:

@@ -42,11 +42,7 @@ class Ops(Protocol):
 
 
 class AtenOps:
-    """Plain torch ops.
-
-    Args:
-        device: device the package will run on.
-    """
+    """Plain torch ops for the device that the package will run on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.gemm = device, "torch" if device.type == "cuda" else "reference"

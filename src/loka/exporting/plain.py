@@ -66,17 +66,7 @@ class _Weights(nn.Module):
 
 
 class PlainLinear(nn.Module):
-    """A linear in low precision.
-
-    Args:
-        weight: quantized weight.
-        spec: Spec of the activation.
-        scale: static scale of the activation; None: computed from the activation.
-        bias: bias, or None.
-        ops: the cast and the GEMM.
-        fast_accum: accumulate in the tensor cores.
-        dtype: dtype of the weight before quantization.
-    """
+    """A linear in low precision. Without a static `scale`, it is computed from the activation."""
 
     scale: Tensor | None
     bias: Tensor | None
@@ -101,12 +91,8 @@ class PlainLinear(nn.Module):
 class PlainChain(nn.Module):
     """A chain of linears with FP8 between them. Computes what `loka.lowp.chain_function` does without gradients.
 
-    It takes the place of the chain's first linear. As in the model, the modules between its linears are no-ops and the
-    last linear returns the result; `handing` is the chain of the copied model, which passes the result on.
-
-    Args:
-        chain: a frozen chain.
-        ops: the cast and the GEMM.
+    It takes the place of a frozen chain's first linear. As in the model, the modules between its linears are no-ops and
+    the last linear returns the result; `handing` is the chain of the copied model, which passes the result on.
     """
 
     input_scale: Tensor | None
@@ -169,18 +155,10 @@ def _normed(p: Tensor, norm: str, activation: str, weight: Tensor | None, bias: 
 
 
 def write_out(model: nn.Module, ops: Ops, dtype: torch.dtype) -> tuple[nn.Module, dict[str, str]]:
-    """Copy a model with its converted modules replaced by plain ones. The copy shares all other tensors with the model.
+    """Copy a frozen model with its converted modules replaced by plain ones. The copy shares all other tensors with it.
 
-    Args:
-        model: a frozen model; not changed.
-        ops: the cast and the GEMM.
-        dtype: dtype the model computes in.
-
-    Returns:
-        The copy, and name -> what runs in low precision there.
-
-    Raises:
-        ValueError: some modules cannot be exported; the message names each with the reason.
+    Also returns name -> what runs in low precision there. Raises ValueError with the reasons if modules cannot be
+    exported.
     """
     plain: dict[int, nn.Module] = {}
     written: dict[str, str] = {}

@@ -35,17 +35,10 @@ class Arguments:
 
 
 def take_apart(example: Any, parameters: Sequence[str] = ()) -> Arguments:
-    """Flatten an example to named tensors.
+    """Flatten an example to tensors by name, and return them with a function that rebuilds the example.
 
-    Args:
-        example: a tuple is *args, a dict **kwargs, an `Example` both, anything else one argument.
-        parameters: names of the arguments of the model's forward; further ones are `input_0`, `input_1`, ...
-
-    Returns:
-        The tensors by name, and a function that rebuilds the example.
-
-    Raises:
-        ValueError: the example has no tensor.
+    A tuple is *args, a dict **kwargs, an `Example` both, anything else one argument. Arguments beyond `parameters`, the
+    names of forward's, are `input_0`, `input_1`, ... Raises ValueError if the example has no tensor.
     """
     found: dict[str, Tensor] = {}
     if isinstance(example, Example) and len(example.args) == 1 and not example.kwargs and not isinstance(example.args[0], (tuple, dict)):  # fmt: skip
@@ -118,10 +111,7 @@ def name_parameters(model: nn.Module) -> list[str]:
 class Flat(nn.Module):
     """A wrapper that calls a model with tensors in a fixed order.
 
-    Args:
-        model: the model.
-        arguments: a flattened example of its call.
-        inputs: names of the tensors of a call; the others are zeros with as many rows as one of these.
+    Tensors of the example that are not in `inputs` are zeros with as many rows as one of these.
     """
 
     def __init__(self, model: nn.Module, arguments: Arguments, inputs: Sequence[str]) -> None:

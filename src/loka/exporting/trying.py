@@ -34,16 +34,7 @@ for line in sys.stdin:
 
 
 class Tried:
-    """A package that runs in another process, until it is closed.
-
-    Args:
-        path: the package. Inputs and results are written next to it.
-        device: device of its weights and inputs.
-
-    Example:
-        >>> with contextlib.closing(Tried(Path("ranker.pt2"), torch.device("cpu"))) as run:
-        ...     scores = run([dense, ids])
-    """
+    """A package that runs in another process, until it is closed. Inputs and results are written next to it."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.path, self.calls, self.late = path, 0, False
@@ -57,17 +48,7 @@ class Tried:
         )  # fmt: skip
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the package.
-
-        Args:
-            tensors: the package's inputs.
-
-        Returns:
-            The results, flattened.
-
-        Raises:
-            ValueError: the process ended, or the package raised; the message has its last line of output.
-        """
+        """Run the package; returns the flattened results. If it fails, ValueError has its last line of output."""
         assert self.child.stdin is not None
         assert self.child.stdout is not None
         self.calls += 1
@@ -118,12 +99,6 @@ def has_own_libstdcxx(path: Path) -> bool:
     """Return True if a package contains a static copy of libstdc++: GNU C++ code that does not link libstdc++.so.
 
     Next to torch's own copy, torch's use of `std::regex` on loading then crashes the process.
-
-    Args:
-        path: the package.
-
-    Returns:
-        True only if the file shows it.
     """
     if not zipfile.is_zipfile(path):
         return False

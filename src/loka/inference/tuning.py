@@ -57,12 +57,8 @@ class Tuned:
 class Tuning:
     """Copies of a packed model tuned for different numbers of rows. They share the weights.
 
-    Args:
-        packed: the model.
-        dtype: dtype of what is not quantized.
-        fixed: ops whose backend the configuration names.
-        measure: choose by speed, measuring what the database has no row for.
-        database: where rows are looked up and stored; None: the user's own, or one in memory if that cannot be opened.
+    `fixed` are ops whose backend the configuration names. `measure`: choose by speed, measuring what the database has
+    no row for; if it is None, the user's own, or one in memory if that cannot be opened.
     """
 
     def __init__(

@@ -28,8 +28,7 @@ Place = Literal["fresh", "reused", "shifted", "slices"]
 class Arrangement:
     """Places operands in memory. `number` selects the shift, so that consecutive calls see different ones.
 
-    Args:
-        exact: shift by single elements on a GPU too, instead of 16 bytes.
+    If `exact`, shifts are single elements on a GPU too, instead of 16 bytes.
     """
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -37,16 +36,9 @@ class Arrangement:
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def put(self, x: Tensor, place: Place, number: int, *, role: str) -> Tensor:
-        """Copy a tensor to another place.
+        """Copy a tensor to another place. Operands of one call that may have the same shape need different roles.
 
-        Args:
-            x: the tensor to copy.
-            place: the kind of place.
-            number: number of the call; it selects the shift.
-            role: name of the operand. Operands of one call that may have the same shape need different roles.
-
-        Returns:
-            The copy. A reused buffer is valid until the next copy of the same role and shape.
+        A reused buffer is valid until the next copy of the same role and shape.
         """
         if x.numel() == 0:
             return x.clone()

@@ -42,12 +42,7 @@ class Exact:
 
 
 class Product:
-    """The exact product of two quantized operands, computed in slabs of rows.
-
-    Args:
-        a, b: the operands, [M, K] and [N, K].
-        keep: whether to cache the slabs for the next comparison.
-    """
+    """The exact product of two quantized operands, computed in slabs of rows, which are cached if `keep`."""
 
     def __init__(self, a: QTensor, b: QTensor, *, keep: bool) -> None:
         self.a, self.b, self._keep = a, b, keep
@@ -108,17 +103,10 @@ def _normalize_rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor, 
 def compare_product(
     out: Tensor, exact: Product, *, allowed: float, dtype: torch.dtype, alike: bool = False
 ) -> Conformance:
-    """Compare a result with the exact product.
+    """Compare a result with the exact product. The verdict's `error` is the worst error over its allowance.
 
-    Args:
-        out: the result [M, N].
-        exact: the operands' exact product.
-        allowed: bound on the accumulation error, as a share of T (`conformance.accumulation_error`).
-        dtype: the type that the result must have.
-        alike: most rows are equal, and so are their errors: only single elements are checked.
-
-    Returns:
-        The verdict; `error` is the worst error over its allowance, comparable with `tolerance`.
+    `allowed` bounds the accumulation error, as a share of T. `alike`: most rows are equal, and so are their errors, so
+    only single elements are checked.
     """
     if tuple(out.shape) != exact.shape or out.dtype != dtype:
         seen, wanted = f"{tuple(out.shape)} {out.dtype}", f"{exact.shape} {dtype}"

@@ -126,14 +126,10 @@ def law_of_values(left: Tensor, right: Tensor) -> Law:
 
 
 def nominal_size(elements: Tensor, format: Format) -> Tensor:
-    """Return the magnitudes that hardware assumes when it aligns a sum.
+    """Return the magnitudes that hardware assumes when it aligns a sum of decoded elements.
 
     A subnormal has the exponent of the smallest normal, so bits of what is added to it are cut off up to 8 times as
     early. Zeros stay zero.
-
-    Args:
-        elements: decoded elements, without their scales.
-        format: their format.
     """
     size = elements.abs()
     return torch.where(size > 0, size.clamp(min=format.smallest_normal), size)
@@ -154,19 +150,7 @@ def _exact(q: QTensor, *, nominal: bool = False) -> Tensor:
 def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, *, poison: bool = True) -> Conformance:
     """Check a backend of scaled_mm on given operands, with the weight plain and prepared.
 
-    Args:
-        backend: the backend.
-        call: description of the operands.
-        a: the left operand.
-        b: the weight.
-        poison: also run with new allocations filled with NaN.
-
-    Returns:
-        The result of the check.
-
-    Example:
-        >>> bool(check_scaled_mm(registry.backend("scaled_mm", "reference"), call, a, b))
-        True
+    `poison` also runs it with new allocations filled with NaN.
     """
     expected = law(a, b)
 
@@ -304,16 +288,7 @@ def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None
         z = sum(is the other - p) / sqrt(sum p (1 - p))
 
     is standard normal. Rounding to nearest would pass if p is spread evenly over [0, 1], so p below and above one half
-    are judged separately.
-
-    Args:
-        out: the quantizer's output.
-        x: its input.
-        spec: a stochastic spec.
-        scale: the scale of a static or delayed spec.
-
-    Returns:
-        The verdict; `error` is the larger |z|.
+    are judged separately, and the larger |z| is the verdict's `error`. A static or delayed spec needs its scale.
     """
     down, up = (quantize(x, spec, scale=scale, noise=torch.full_like(x, at, dtype=torch.float32)) for at in (1.0, 0.0))
     seen, low, high = (decode(q.data, spec.format) for q in (out, down, up))

@@ -35,12 +35,7 @@ def name_device(device: torch.device) -> str:
 
 
 def environment_of(model: nn.Module, command: str | None = None) -> Environment:
-    """Describe the environment of measurements on a model.
-
-    Args:
-        model: the model, for its device.
-        command: the command that was run; None for this process's own.
-    """
+    """Describe the environment of measurements on a model. `command` is this process's own if None."""
     return capture_environment(command=command, device=name_device(device_of(model)), threads=torch.get_num_threads())
 
 

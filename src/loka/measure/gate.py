@@ -224,11 +224,7 @@ def _describe(round_: Round, name: str, reason: str) -> str:
 
 
 def allow(call: MatmulCall) -> float:
-    """Return the bound on the accumulation error for `comparison.compare_product`, as a share of the terms.
-
-    Args:
-        call: only its K and formats matter, not its M, N, scales or `fast_accum`.
-    """
+    """Return the bound on the accumulation error for `comparison.compare_product`, for the call's K and formats."""
     # without scales along K, as if the sum were never moved to float32
     whole = [Spec(spec.format) for spec in (call.a, call.b)]
     return HEADROOM * accumulation_error(replace(call, a=whole[0], b=whole[1], fast_accum=True))

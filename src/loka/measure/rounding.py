@@ -26,13 +26,8 @@ TINY = 1e-300
 def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "result", slices: bool = True) -> Conformance:
     """Judge a result that was rounded more than once, by relative L2 error.
 
-    Args:
-        out: the result.
-        exact: the same in float64.
-        allowed: largest relative L2 error of the whole. A slice may have eight times that, relative to its own size
-            plus a thousandth of the typical one.
-        what: its name in the reason.
-        slices: also check each entry of the first dimension, since a wrong one is invisible in the whole.
+    `slices`: check each entry of the first dimension too, since a wrong one is invisible in the whole. A slice may
+    have eight times the allowed error, relative to its own size plus a thousandth of the typical one.
     """
     if out.shape != exact.shape:
         return Conformance(False, math.inf, allowed, f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}")

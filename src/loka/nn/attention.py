@@ -79,17 +79,7 @@ class DotProductAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions for x [B, H, T, d]: the pair (i, i + d/2) at position t is rotated by t * base^(-2i/d).
-
-    Args:
-        d: width of a head, even.
-        length: maximum number of positions.
-        base: of the angles.
-
-    Example:
-        >>> Rotary(32, 260)(torch.randn(2, 4, 256, 32)).shape
-        torch.Size([2, 4, 256, 32])
-    """
+    """Rotary positions for x [B, H, T, d]: the pair (i, i + d/2) at position t is rotated by t * base^(-2i/d)."""
 
     table: Tensor
 

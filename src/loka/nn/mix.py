@@ -71,18 +71,7 @@ class _MixRows(torch.autograd.Function):
 
 
 def mix_features(weight: Tensor, x: Tensor) -> Tensor:
-    """Return W X for one weight [m, n] and a batch x [B, n, d], without copying either.
-
-    Args:
-        weight: [m, n], cast to x's dtype.
-        x: [B, n, d].
-
-    Returns:
-        [B, m, d].
-
-    Example:
-        >>> mix_features(linear.weight, x)  # linear(x.transpose(1, 2)).transpose(1, 2)
-    """
+    """Return W X [B, m, d] for one weight [m, n], cast to x's dtype, and x [B, n, d], without copying either."""
     with torch._C.DisableTorchFunction():  # function modes are meant to see what a user's forward calls, not this
         out: Tensor = _MixRows.apply(weight, x)  # type: ignore[no-untyped-call]
     return out

@@ -26,17 +26,9 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def mix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of both; the same one for every call.
+    """Return a subclass of both, the same one for every call, with the name of `kind`; pickled if `kind` can be.
 
-    Args:
-        kind: the class of a module.
-        mixin: the class that takes precedence; its forward may call `super().forward`.
-
-    Returns:
-        A class with the name of `kind`, which can be pickled if `kind` can.
-
-    Example:
-        >>> block.__class__ = mix(type(block), WideEntrance)
+    `mixin` takes precedence; its forward may call `super().forward`.
     """
     key = (kind, mixin)
     if key not in _CLASSES:
@@ -95,15 +87,7 @@ def unmixed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def unmix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """Return a class without a mixin, even if others were added since: a mixin, a converted linear's class, FSDP2's.
-
-    Args:
-        kind: the current class of a module.
-        mixin: the mixin to remove.
-
-    Raises:
-        ValueError: the class does not have the mixin.
-    """
+    """Return a class without a mixin, even if others were added since: a mixin, a converted linear's class, FSDP2's."""
     parts = vars(kind).get(_PARTS)
     if parts is not None:
         own, rest = parts

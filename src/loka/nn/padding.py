@@ -19,14 +19,7 @@ HANDS_ON = "loka_hands_on"  # attribute of our function modes, under which only 
 
 
 class ZeroPadding:
-    """A forward hook, with keyword arguments, for the last layer of an encoder.
-
-    Args:
-        encoder: an encoder that packed its batches before (`use_nested_tensor`).
-
-    Example:
-        >>> encoder.layers[-1].register_forward_hook(ZeroPadding(encoder), with_kwargs=True)
-    """
+    """A forward hook, with keyword arguments, for the last layer of an encoder that packed its batches before."""
 
     with_kwargs = True
     loka_sees_chains = True  # the output of the layer is not part of a chain

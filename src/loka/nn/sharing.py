@@ -72,17 +72,7 @@ class Watch(TorchFunctionMode):
 
 
 def run_sharing(shared: Sequence[Shared], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a forward with sharing if it is being compiled, and without otherwise.
-
-    Args:
-        shared: the states of the modules inside.
-        forward: the original forward of the module that contains them.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        Its result.
-    """
+    """Run the original forward of the module that contains `shared` states: sharing if it is being compiled."""
     if not torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     for one in shared:

@@ -22,14 +22,7 @@ BACKENDS: tuple[str, ...] = get_args(AttentionBackend)
 class SiluAttention(nn.Module):
     """The attention product; sums are divided by `max_length`.
 
-    Args:
-        max_length: maximum length of a row.
-        backend: "auto", or a backend of `attention`.
-
     `chosen` and `refusals` are those of the latest call that was not compiled.
-
-    Example:
-        >>> seen = SiluAttention(200)(q, k, v, offsets, position_bias, None, None, None)
     """
 
     def __init__(self, max_length: int, *, backend: AttentionBackend = "auto") -> None:

@@ -20,21 +20,9 @@ LENT = "loka_lent"  # attribute of a module: names of its parameters that a chil
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module inside any stack of wrappers.
+    """Return the user's own module inside any stack of DistributedDataParallel, torch.compile and TorchRec's wrappers.
 
-    Args:
-        model: a module, wrapped in any order by DistributedDataParallel, torch.compile and TorchRec's
-            DistributedModelParallel, or not wrapped.
-
-    Returns:
-        The innermost module; `model` itself if it is not wrapped.
-
-    Raises:
-        ValueError: FSDP1 wraps a part of it.
-
-    Example:
-        >>> unwrap(torch.compile(model)) is model
-        True
+    Raises ValueError if FSDP1 wraps a part of it.
     """
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -64,12 +52,6 @@ def is_scripted(module: nn.Module) -> bool:
 def plain_name(name: str) -> str:
     """Remove the segments of wrappers from a name, for blocks that are compiled or checkpointed individually.
 
-    Args:
-        name: as in `named_modules` or `named_parameters`.
-
-    Returns:
-        The name in the unwrapped model.
-
     Example:
         >>> plain_name("blocks.0._orig_mod.linear")
         'blocks.0.linear'
@@ -78,18 +60,9 @@ def plain_name(name: str) -> str:
 
 
 def named_sites(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module of a model under its plain name, shared ones under each of their names.
+    """Yield (plain name, module) of a model without its wrappers, shared modules under each of their names.
 
-    Args:
-        model: wrapped or not.
-        once: yield shared ones only under their first name.
-
-    Returns:
-        Pairs of name and module, in the order of `named_modules`, without the wrappers themselves.
-
-    Example:
-        >>> [name for name, module in named_sites(DistributedDataParallel(model)) if isinstance(module, nn.Linear)]
-        ['bottom.0', 'top.0']
+    `once`: shared ones only under their first name.
     """
     for name, module in unwrap(model).named_modules(remove_duplicate=once):
         if _wrapped_by(module) is None:
@@ -121,19 +94,7 @@ def own_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def find_holder(names: Sequence[str], model: nn.Module) -> str:
-    """Return the name of the innermost module that contains all the named ones and has a forward.
-
-    Args:
-        names: of modules inside the model.
-        model: unwrapped.
-
-    Returns:
-        The name; "" for the model itself.
-
-    Example:
-        >>> find_holder(["layers.0.gate", "layers.0.experts.3"], model)
-        'layers.0'
-    """
+    """Return the name of the innermost module that contains all the named ones and has a forward; "" for the model."""
     common = names[0].split(".")[:-1]
     for name in names[1:]:
         parts = name.split(".")

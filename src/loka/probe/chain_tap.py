@@ -71,16 +71,7 @@ def detach(tap: "ChainTap") -> None:
 
 
 class ChainTap(_Unsaved):
-    """Observes the chain that begins at a linear.
-
-    Args:
-        switch: whether the current step is sampled.
-        head: the linear.
-        watches: watches of all observed modules, by the module's id.
-        loss: counts the calls of the model.
-        rows: number of rows to sample.
-        seed: seed for the choice of rows.
-    """
+    """Observes the chain that begins at a linear."""
 
     def __init__(
         self, switch: Switch, head: nn.Linear, watches: Mapping[int, Watch], loss: LossWatch, *, rows: int, seed: int

@@ -28,18 +28,7 @@ SKEWED = 16.0
 
 @torch.no_grad()
 def find_offsets(rows: Tensor) -> list[Alarm]:
-    """Find columns at risk in a sample of input rows.
-
-    Args:
-        rows: [R, K], from several batches.
-
-    Returns:
-        At most five alarms, the worst first.
-
-    Example:
-        >>> [alarm.column for alarm in find_offsets(torch.cat([1975 + torch.rand(64, 1), torch.randn(64, 3)], 1))]
-        [0]
-    """
+    """Find columns at risk in rows [R, K] sampled from several batches: at most five alarms, the worst first."""
     rows = rows[rows.isfinite().all(1)].double()
     if rows.shape[0] < 8:
         return []

@@ -88,13 +88,9 @@ class Losses:
     def change_from(
         self, base: "Losses", groups: Tensor | None = None, *, seed: int = 0, method: Method | Literal["auto"] = "student"
     ) -> Interval:  # fmt: skip
-        """Return the relative change of the mean with its 95 % interval.
+        """Return the relative change of the mean with its 95 % interval, of the same examples as `base`.
 
-        Args:
-            base: the same examples in high precision.
-            groups: ids of independent units, one per value; by default the examples.
-            seed: seed of the bootstrap.
-            method: method of the interval, see `loka.metrics.bootstrap`.
+        `groups` are ids of independent units, one per value; by default the examples.
         """
         chosen = base.examples if groups is None else groups
         return compare_losses(self.values, base.values, chosen, batches=base.batches, step=max(self.step, base.step), seed=seed, method=method)  # fmt: skip
@@ -114,14 +110,7 @@ class Losses:
 
 
 def gather(parts: Sequence[Tensor]) -> Losses:
-    """Collect the losses of several batches, in order.
-
-    Args:
-        parts: one floating-point tensor per batch: a scalar, or [examples, ...].
-
-    Returns:
-        The losses, on the CPU.
-    """
+    """Collect the losses of several batches on the CPU, in order; each is a scalar or [examples, ...]."""
     examples, batches, first, seen = [], [], 0, dict[bytes, tuple[int, int]]()
     for number, part in enumerate(parts):
         count = part.shape[0] if part.dim() else 1
@@ -163,16 +152,7 @@ def _fingerprint(part: Tensor, number: int) -> bytes:
 
 
 def has_drifted(again: Losses, base: Losses, margin: float) -> Interval | None:
-    """Check whether the high-precision run is reproducible enough to compare other changes with a margin.
-
-    Args:
-        again: the losses of a second run with nothing converted.
-        base: the losses of the first run.
-        margin: the margin that changes are compared with.
-
-    Returns:
-        The change between the runs if it may exceed half the margin, else None.
-    """
+    """Return the change between two runs with nothing converted if it may exceed half the margin, else None."""
     change = compare_losses(again.values, base.values, base.examples, batches=base.batches, method="student")
     return (
         change if max(-change.low, change.high) > margin / 2 + base.step else None

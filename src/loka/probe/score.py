@@ -108,17 +108,8 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm, str], Tensor]:
     """Score every recipe on every GEMM of one look, as sums that can be added over looks.
 
-    Args:
-        shown: the rows of the look.
-        recipes: recipe names; a recipe that leaves a GEMM in high precision has no entry for it.
-
-    Returns:
-        (gemm, recipe) -> float64 [4]. fprop: count and sums of r, r^2 and r^4 over examples; gradients: 1, `lost`,
-        `reweighed`, 0.
-
-    Example:
-        >>> sums = score_look(Shown(x, dy, weight, loss, loss, len(x)))["fprop", "rowwise"]
-        >>> rms = (sums[2] / sums[0]).sqrt()
+    Returns (gemm, recipe) -> float64 [4]. fprop: count and sums of r, r^2 and r^4 over examples; gradients: 1, `lost`,
+    `reweighed`, 0. A recipe that leaves a GEMM in high precision has no entry for it.
     """
     if shown.dy is None:
         return {}

@@ -94,15 +94,10 @@ class RoundedOperands:
 
 
 def round_trip(x: Tensor, spec: Spec, largest: Tensor | None = None) -> Tensor:
-    """Quantize and dequantize x with the same result as `loka.formats`, in few operations, because looks must be cheap.
+    """Quantize and dequantize float32 x with the same result as `loka.formats`, in few operations: looks must be cheap.
 
-    Args:
-        x: float32.
-        spec: the format; the fast path covers 8-bit floats with float32 scales and rounding to nearest.
-        largest: amax that determines the scale; by default that of x.
-
-    Returns:
-        float32 of the same shape.
+    The fast path covers 8-bit floats with float32 scales and rounding to nearest. `largest` is the amax that determines
+    the scale; by default that of x.
     """
     if spec.format not in (E4M3, E5M2) or spec.scale != "f32" or spec.rounding != "nearest":
         if largest is None:

@@ -65,26 +65,11 @@ def judge(
     explain: Explain | None = None,
     explain_slow: ExplainSlow | None = None,
 ) -> GemmVerdict:
-    """Judge one GEMM of a site.
+    """Judge one GEMM of a site: its safety, its speed and the reason.
 
-    Args:
-        gemm: which GEMM.
-        candidates: candidates of the site; those of other GEMMs, and those with static or delayed scales, are ignored.
-        stats: statistics of the operands, for notes in the reason.
-        allowed: the limits.
-        min_speedup: smallest speedup over bf16 that counts as fast.
-        outputs: number of output columns of the site.
-        unscored: why there is no harm, if there is none.
-        alarms: hazards at the input, appended to the reason whatever the verdict.
-        explain: finds causes of an error; called only for the best of unsafe candidates.
-        explain_slow: explains where the time goes.
-
-    Returns:
-        Safety, speed and the reason.
-
-    Example:
-        >>> judge("fprop", site.candidates, site.stats, allowed=allowed, min_speedup=1.05, outputs=site.n).safety
-        'safe'
+    Candidates of other GEMMs, and those with static or delayed scales, are ignored. `unscored` says why there is no
+    harm, `alarms` are appended to the reason whatever the verdict, and `explain` is called only for the best of unsafe
+    candidates.
     """
     measured = [
         (c, error)

@@ -207,18 +207,9 @@ def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
 
 
 def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.Module:
-    """Make the quantized replacement of a linear or of a layer of experts.
+    """Make the quantized replacement of a linear or of a layer of experts, which is not changed.
 
-    Args:
-        module: the original, which is not changed. From one on the meta device, the result is to be loaded from a file.
-        way: Specs of activation and weight, and how products are accumulated.
-        backend: the backend of the GEMM.
-
-    Returns:
-        A QuantizedLinear or QuantizedExperts.
-
-    Example:
-        >>> quantize_module(nn.Linear(64, 32), recipe_named("rowwise").fprop)
+    From one on the meta device, the result is to be loaded from a file.
     """
     weight = quantize_weight(module.weight.detach(), way.b)
     how: dict[str, Any] = {"backend": backend, "fast_accum": way.fast_accum}

@@ -138,13 +138,7 @@ class UnitPlan(Part, frozen=True):
 
 def upgrade_units(units: Any) -> None:
     """Convert units of schema 1 to schema 2, in place: a link's `functions` (activations called as functions) became
-    `callers`.
-
-    Args:
-        units: as decoded from JSON.
-
-    Raises:
-        ValueError: a link has `functions`: schema 1 does not say which modules call them.
+    `callers`. Raises ValueError for a link that has `functions`: schema 1 does not say which modules call them.
     """
     listed = [unit.get("links") for unit in (units if isinstance(units, list) else []) if isinstance(unit, dict)]
     links = [link for part in listed if isinstance(part, list) for link in part if isinstance(link, dict)]

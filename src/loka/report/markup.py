@@ -66,14 +66,7 @@ def chart(name: str, label: str) -> str:
 
 
 def row(cells: Sequence[str], *, numeric: Iterable[int] = (), why: int | None = None, attributes: str = "") -> str:
-    """Return one row of a table.
-
-    Args:
-        cells: contents as HTML.
-        numeric: indices of cells with numbers, which are right-aligned.
-        why: index of a cell with a sentence, which stays wide enough to read when the table scrolls.
-        attributes: HTML attributes of the row.
-    """
+    """Return one row of HTML cells. `numeric` ones are right-aligned; `why` is a sentence, which stays wide."""
     kinds = dict.fromkeys(numeric, ' class="n"') | ({} if why is None else {why: ' class="why"'})
     body = "".join(f"<td{kinds.get(i, '')}>{cell}</td>" for i, cell in enumerate(cells))
     return f"<tr{attributes}>{body}</tr>"

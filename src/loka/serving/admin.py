@@ -25,12 +25,7 @@ class Reload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Admin(Front):
-    """The ASGI application of the admin port.
-
-    Args:
-        front: the public application, whose service and tokens are used.
-        guarded: require a token for every request, not only for reloads.
-    """
+    """The ASGI application of the admin port. If `guarded`, every request needs a token, not only reloads."""
 
     def __init__(self, front: Front, *, guarded: bool = False) -> None:
         super().__init__(front.service, tokens=front.tokens, limits=front.limits, manage=False, verbose=front.verbose)

@@ -55,11 +55,7 @@ class Events:
 
 
 def read_events(folder: str | Path) -> Events:
-    """Read every events file of an experiment; each request id counts once.
-
-    Args:
-        folder: the folder written by `loka serve --events`.
-    """
+    """Read every events file in the folder of an experiment; each request id counts once."""
     place = Path(folder)
     try:
         header = json.loads((place / "experiment.json").read_bytes())

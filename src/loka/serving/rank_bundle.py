@@ -158,16 +158,7 @@ def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch
 
 
 def draw_batch(schema: Schema, rows: int, device: torch.device | str = "cpu") -> Batch:
-    """Draw a batch of random features, always the same for the same schema, to run a model on without data.
-
-    Args:
-        schema: the columns.
-        rows: number of examples.
-        device: device of the tensors.
-
-    Returns:
-        A batch whose labels are zero.
-    """
+    """Draw a batch of random features, always the same for a schema, to run a model without data. Labels are zero."""
     g = torch.Generator().manual_seed(0)
     ids = [torch.randint(f.cardinality, (rows,), generator=g) for f in schema.categorical]
     histories = {

@@ -101,12 +101,7 @@ def join(parts: Sequence[Columns]) -> Columns:
 
 
 class RowReader:
-    """Read requests of one schema.
-
-    Args:
-        schema: the columns.
-        most: largest number of rows of a request.
-    """
+    """Read requests of one schema, of at most `most` rows."""
 
     def __init__(self, schema: Schema, most: int) -> None:
         self.schema, self.most = schema, most

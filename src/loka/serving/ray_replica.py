@@ -61,12 +61,7 @@ def reload_replicas(handle: Any, replicas: int, *, stop: Callable[[], bool] = la
     """Reload one replica after the other until all have reloaded, including those that are still starting.
 
     Ray's own update would remove each replica from HAProxy and add it again, each time with a new HAProxy process and
-    new connections.
-
-    Args:
-        handle: handle of the application.
-        replicas: expected number of replicas.
-        stop: called to ask whether to give up.
+    new connections. `stop` is asked whether to give up.
     """
     done: set[str] = set()
     while not stop():

@@ -22,11 +22,9 @@ SHORT = 0.01  # longest time, in seconds, that an engine waits for a new model's
 
 
 class Turns:
-    """Run a model that does not serve yet, taking turns with the engines that do.
+    """Run a model that does not serve yet, taking turns with the engines that do, whose locks are `engines`.
 
-    Args:
-        engines: locks, each held by an engine while it runs a batch; none if nothing is serving yet.
-        longest: longest run, in seconds, that may block the engines.
+    No run may block the engines for more than `longest` seconds.
     """
 
     def __init__(self, engines: Sequence[threading.Lock] = (), *, longest: float = SHORT) -> None:
@@ -72,15 +70,10 @@ def check_promise(model: Servable, policy: Policy, times: BatchTimes) -> None:
 
 
 def probe(model: Servable, requests: Sequence[Any], turns: Turns) -> list[str]:
-    """Answer recorded requests with a model that does not serve yet; return what is wrong with the answers.
+    """Answer earlier requests with a warm model that does not serve yet; return a message per problem.
 
-    Args:
-        model: a warm model.
-        requests: earlier requests of clients; without any, an example of the model is used.
-        turns: takes turns with the engines that serve.
-
-    Returns:
-        One message per problem: a request that cannot be read, an empty answer, a value that is not finite.
+    Without requests an example of the model is used. Problems: a request that cannot be read, an empty answer, a value
+    that is not finite.
     """
     wrong: list[str] = []
     jobs: list[Job] = []

@@ -63,15 +63,7 @@ class Ticket:
 
 
 class Runner:
-    """Run one Servable under a Policy. All public methods except `prepare` are called in the event loop.
-
-    Args:
-        model: the model to run.
-        policy: its deadline and limits.
-        telemetry: where to record metrics.
-        arm: label of this model in the metrics; default: its name.
-        clock: a monotonic clock.
-    """
+    """Run one Servable under a Policy. All public methods except `prepare` are called in the event loop."""
 
     def __init__(
         self,

@@ -120,20 +120,9 @@ def spread_model(
 ) -> Spread:
     """Distribute a model over the ranks of the default process group, in place.
 
-    Args:
-        model: a plain model on `device`, with the same weights on every rank.
-        how: the distribution.
-        learning_rate: learning rate of sharded tables.
-        device: device of the model.
-        clock: the step, for stochastic codecs.
-        tables: row formats that a plan gives to tables, by name; other tables have that of the distribution.
-        whole: replace no table, and shard the dense part as one unit.
-
-    Returns:
-        The distributed model.
-
-    Raises:
-        ValueError: the model has tables that cannot be placed as requested; the message lists the reasons.
+    `tables` are row formats that a plan gives to tables by name; other tables have that of the distribution. `whole`
+    replaces no table and shards the dense part as one unit. Raises ValueError, with the reasons, if tables cannot be
+    placed as requested.
     """
     if whole:
         spread = Spread(model)
@@ -231,10 +220,7 @@ class FusedTables:
 class CollectionTables(nn.Module):
     """`EmbeddingTables` as one EmbeddingBagCollection: a table per field, and all features of a batch in one call.
 
-    Args:
-        tables: the tables to replace.
-        features: (feature, field whose table it reads) of all features, in the order of `embed`.
-        multiple: pad batches to a multiple of this many examples.
+    `features` are (feature, field whose table it reads), in the order of `embed`. Batches are padded to `multiple`.
     """
 
     def __init__(self, tables: EmbeddingTables, features: list[tuple[str, str]], multiple: int) -> None:
