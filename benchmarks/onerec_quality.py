@@ -17,6 +17,7 @@ the validation split), then run through the engine on the test users in bf16, in
 
 `moe` is the same model with a mixture of experts from its second block on, `wide` one of 512 with eight experts of 1408, so that every matrix of an expert has several 128-blocks. Several
 --seeds are processes that share the card; what they say together is the mean of each user's values over the seeds. Rows are written as they come; a failing part is a row with its error.
+Half of the time is for training. Then all arms answer the same PIECE users, and the next ones, until time is over: a row says how many. An arm that fails is named and left out.
 Data: `quality_data.py --only sequences-ml-1m --no-baselines`, 3 MiB.
 """
 
@@ -50,6 +51,7 @@ from loka.training import TrainConfig
 
 MARGIN = 1.0  # percent
 GRACE = 15.0  # seconds after the deadline until a seed is given up
+PIECE = 512  # users that every arm answers before time is asked for
 Z975 = 1.959964
 DATA = ("amazon-2018-scientific", "ml-1m", "amazon-2014-beauty")
 KINDS: dict[str, dict[str, Any]] = {
@@ -151,7 +153,8 @@ def run_seed(a: argparse.Namespace, seed: int, deadline: float) -> Iterator[tupl
             yield "skipped", f"{kind}:{data} seed {seed}"
             continue
         try:
-            row, values = run(a, data, kind, seed, deadline=time.time() + 0.5 * left / (len(cells) - number))
+            share, now = left / (len(cells) - number), time.time()
+            row, values = run(a, data, kind, seed, trained_by=now + 0.5 * share, deadline=now + share)
             yield "values", {"cell": f"{kind}:{data}", **values}
             yield "rows", row
         except Exception as error:
@@ -160,12 +163,14 @@ def run_seed(a: argparse.Namespace, seed: int, deadline: float) -> Iterator[tupl
 
 
 def pool(seeds: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, Any]:
-    """What the seeds say together: every user's mean over them, FP8 against bf16."""
+    """What the seeds say together: every user's mean over them, FP8 against bf16; of the users and arms that all of them have."""
+    users = min(len(values) for seed in seeds for arm in seed.values() for values in arm.values())
     means = {
-        arm: {metric: torch.from_numpy(np.mean([seed[arm][metric] for seed in seeds], 0)) for metric in seeds[0][arm]}
-        for arm in seeds[0]
+        arm: {metric: torch.from_numpy(np.mean([seed[arm][metric][:users] for seed in seeds], 0)) for metric in values}
+        for arm, values in seeds[0].items()
+        if all(arm in seed for seed in seeds)
     }
-    changes = {f"{arm} against bf16": {m: compare(v, means["bf16"][m], m) for m, v in means[arm].items()} for arm in LOW}  # fmt: skip
+    changes = {f"{arm} against bf16": {m: compare(v, means["bf16"][m], m) for m, v in means[arm].items()} for arm in LOW if arm in means}  # fmt: skip
     return {"seeds": len(seeds), "arms": {a: {m: float(v.mean()) for m, v in each.items()} for a, each in means.items()}, **changes}  # fmt: skip
 
 
@@ -193,29 +198,26 @@ def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {"environment": reports[-1]["environment"], "settings": settings, "rows": rows, **joined, "pooled": pooled}
 
 
-def run(a: argparse.Namespace, data: str, kind: str, seed: int, *, deadline: float) -> tuple[dict[str, Any], Any]:
+def run(
+    a: argparse.Namespace, data: str, kind: str, seed: int, *, trained_by: float, deadline: float
+) -> tuple[dict[str, Any], Any]:
     """Train one model and ask every arm. Returns the row, and every user's values."""
     begin = time.monotonic()
-    task, trained = train(a, data, kind, seed, deadline)
+    task, trained = train(a, data, kind, seed, trained_by)
     row: dict[str, Any] = {"data": data, "model": kind, "seed": seed, **trained}
     users, target = (t[: a.users] for t in task.events.held_out("test"))
-    arms: dict[str, Any] = {}
-    for name, dtype in (("bf16", "bf16"), ("fp16", "fp16"), *((low, "bf16") for low in LOW)):
-        model = share_weights(task.model)
-        if name in LOW:
-            summary = quantize(model, LOW[name])
-            row[f"quantised {name}"] = f"{len(summary.quantized)} of {len(summary.record.sites)}"
-            row[f"bytes ratio {name}"] = summary.record.ratio
-        arms[name] = answer(task, model, users, target, dtype, a)
+    arms, failed = ask(task, users, target, a, row, deadline)
+    if failed:
+        row["failed arms"] = failed
     values = {name: arm["values"] for name, arm in arms.items()}
     row["arms"] = {name: {k: float(v.double().mean()) for k, v in each.items()} for name, each in values.items()}
-    for name in LOW:
+    for name in (low for low in LOW if low in values):
         row[f"{name} against bf16"] = {k: compare(values[name][k], v, k) for k, v in values["bf16"].items()}
     ns = [n for n in (10, 50, 512) if n <= arms["bf16"]["items"].shape[1]]
     row["overlap with bf16"] = {
         name: overlap(arms["bf16"]["items"], arms[name]["items"], ns) for name in arms if name != "bf16"
     }
-    row["sensitivity"] = [] if a.no_sensitivity else sensitivity(task, a)
+    row["sensitivity"] = [] if a.no_sensitivity or time.time() > deadline else sensitivity(task, a)
     row["seconds"] = time.monotonic() - begin
     print(f"{kind}:{data} {row['seconds']:.0f} s {row['arms']} {row['overlap with bf16']}", file=sys.stderr, flush=True)
     # as arrays: a tensor that a process sends goes with the process
@@ -252,13 +254,58 @@ def histories(task: Any, users: Tensor, target: Tensor) -> list[Tensor]:
     return [task.described[e.items[a:b]] for a, b in zip(first.tolist(), target.tolist(), strict=True)]
 
 
+def ask(
+    task: Any, users: Tensor, target: Tensor, a: argparse.Namespace, row: dict[str, Any], deadline: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The answers of every arm to as many users as there is time for, and why an arm has none; bf16 must have some."""
+    engines: dict[str, Any] = {}
+    pieces: dict[str, list[dict[str, Any]]] = {}
+    failed: dict[str, str] = {}
+    began = time.time()
+    for some, goal in zip(users.split(PIECE), target.split(PIECE), strict=True):
+        now = time.time()
+        if pieces and now + (now - began) > deadline:  # another would take as long as the last one
+            break
+        began = now
+        for name, dtype in (("bf16", "bf16"), *((low, "bf16") for low in LOW), ("fp16", "fp16")):
+            if name in failed:
+                continue
+            try:
+                if name not in engines:
+                    engines[name] = make_engine(task, name, dtype, a, row)
+                pieces.setdefault(name, []).append(answer(task, *engines[name], some, goal, dtype, a))
+            except Exception as error:
+                if name == "bf16":
+                    raise
+                traceback.print_exc()
+                failed[name] = f"{type(error).__name__}: {error}"[:800]
+                pieces.pop(name, None)
+    arms = {
+        name: {
+            "items": torch.cat([each["items"] for each in found]),
+            "values": {k: torch.cat([each["values"][k] for each in found]) for k in found[0]["values"]},
+        }
+        for name, found in pieces.items()
+    }
+    return arms, failed
+
+
+def make_engine(task: Any, name: str, dtype: str, a: argparse.Namespace, row: dict[str, Any]) -> tuple[OneRec, Engine]:
+    """An arm's model and what serves it; the row is told what is in FP8."""
+    model = share_weights(task.model)
+    if name in LOW:
+        summary = quantize(model, LOW[name])
+        row[f"quantised {name}"] = f"{len(summary.quantized)} of {len(summary.record.sites)}"
+        row[f"bytes ratio {name}"] = summary.record.ratio
+    config = EngineConfig(beams=a.beams, requests=(a.batch,), dtype=dtype, normalize="valid", fuse=False)
+    return model, Engine(model, config, valid=task.trie, device=a.device)
+
+
 @torch.no_grad()
 def answer(
-    task: Any, model: OneRec, users: Tensor, target: Tensor, dtype: str, a: argparse.Namespace
+    task: Any, model: OneRec, engine: Engine, users: Tensor, target: Tensor, dtype: str, a: argparse.Namespace
 ) -> dict[str, Any]:
     """Items and per-user metrics of one arm."""
-    config = EngineConfig(beams=a.beams, requests=(a.batch,), dtype=dtype, normalize="valid", fuse=False)
-    engine = Engine(model, config, valid=task.trie, device=a.device)
     rows, goals = histories(task, users, target), task.events.items[target].cpu()
     items = torch.full((len(rows), a.beams), -1, dtype=torch.int64)
     for start in range(0, len(rows), a.batch):
@@ -333,9 +380,9 @@ def describe(report: dict[str, Any]) -> str:
     lines = []
     for row in report["rows"]:
         lines.append(f"{row['model']} {row['data']} seed {row['seed']} ({row['seconds']:.0f} s)")
-        for low in LOW:
+        for low in (name for name in LOW if name in row["arms"]):
             for metric, found in row[f"{low} against bf16"].items():
-                means = " ".join(f"{name} {row['arms'][name][metric]:.5f}" for name in ("bf16", "fp16", low))
+                means = " ".join(f"{name} {row['arms'][name][metric]:.5f}" for name in ("bf16", "fp16", low) if name in row["arms"])  # fmt: skip
                 ends = f"{found['percent']:+.3f} % [{found['low']:+.3f}, {found['high']:+.3f}]" if "percent" in found else ""  # fmt: skip
                 lines.append(f"  {metric:16} {means}  {ends} {found['verdict']}")
         lines += [f"  overlap {name:5} {found}" for name, found in row["overlap with bf16"].items()]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.benchmarks.scripts import script
 
 trained, hurts, shapes, tune_zoo, onerec_quality = (
@@ -141,6 +142,38 @@ def test_seeds_of_a_user_are_one_observation() -> None:
     assert found["fp8 against bf16"]["recall@10"]["users"] == 4
     assert found["fp8 against bf16"]["recall@10"]["percent"] == pytest.approx(2.0)
     assert found["fp8 mixed against bf16"]["recall@10"]["verdict"] == "equivalent"
+
+
+def test_seeds_are_pooled_over_the_users_and_arms_that_all_have() -> None:
+    def seed(users: int, *arms: str) -> dict[str, dict[str, np.ndarray]]:
+        return {arm: {"recall@10": np.arange(1.0, users + 1)} for arm in ("bf16", *arms)}
+
+    found = onerec_quality.pool([seed(6, "fp8", "fp8 mixed"), seed(4, "fp8")])
+    assert found["fp8 against bf16"]["recall@10"]["users"] == 4
+    assert set(found["arms"]) == {"bf16", "fp8"}
+    assert "fp8 mixed against bf16" not in found
+
+
+def test_arms_answer_the_same_users_until_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+
+    def answer(task: Any, arm: str, users: torch.Tensor, *_: Any) -> dict[str, Any]:
+        clock[0] += 1.0
+        if arm == "fp8 mixed" and int(users[0]) == 4:
+            raise RuntimeError("no kernel")
+        return {"items": users[:, None], "values": {"recall@10": users.double()}}
+
+    monkeypatch.setattr(onerec_quality, "PIECE", 4)
+    monkeypatch.setattr(onerec_quality, "answer", answer)
+    monkeypatch.setattr(onerec_quality, "make_engine", lambda task, name, *_: (name,))
+    monkeypatch.setattr(onerec_quality.time, "time", lambda: clock[0])
+    users = torch.arange(40)
+    arms, failed = onerec_quality.ask(None, users, users, None, {}, 111.0)
+    assert set(arms) == {"bf16", "fp8", "fp16"}
+    assert failed == {"fp8 mixed": "RuntimeError: no kernel"}
+    assert all(torch.equal(arm["values"]["recall@10"], users[:8].double()) for arm in arms.values())
+    arms, _ = onerec_quality.ask(None, users, users, None, {}, 0.0)
+    assert len(arms["bf16"]["items"]) == 4  # late as it is, somebody is asked
 
 
 def test_claims_compare_a_model_in_the_modes_that_both_sides_have() -> None:
