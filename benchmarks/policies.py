@@ -11,10 +11,12 @@
 
 The model is trained in bf16 first (benchmarks/tune_zoo.py); Probe and tune look at it alone on the card. Then benchmarks/zoo.py runs every policy: outputs and gradients are compared with float32,
 the compiled step is captured in a CUDA graph, and all are timed in turns. Published, on another Wukong and compute only: tensorwise 1.05x, rowwise 1.01x, rowwise_with_gw_hp 1.08x, DeepGEMM 0.85x,
-FBGEMM 0.98x, mixed 1.12x. Plans are kept in OUT.plans, and not made again; OUT has them before anything is compiled.
+FBGEMM 0.98x, mixed 1.12x. Plans and weights are kept in --work, and not made again; OUT has the plans before anything is compiled. DeepGEMM compiles a kernel for every shape when it meets it, which
+takes minutes one by one: a process for every shape has them compiled at the start, and what is timed finds them in DeepGEMM's cache.
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -35,6 +37,7 @@ PUBLISHED = {
     "torchao-tensorwise": 1.05, "torchao-rowwise": 1.01, "torchao-rowwise_with_gw_hp": 1.08, "all-deepgemm": 0.85, "all-fbgemm": 0.98, "plan-mixed": 1.12,
 }  # fmt: skip
 WATCHED = 3  # steps that Probe sees
+LEFT_TO_TIME = 110  # seconds that the plans leave to compiling and timing
 GPU_ROWS, SHIPPED = dict(zoo.ROWS), "NVIDIA H200"
 
 
@@ -93,6 +96,35 @@ def plan_tune(model, name, device, seconds):
     return tuned.plan
 
 
+def wide_shapes(name):
+    """Outputs and inputs of the linears that a policy converts, each shape once."""
+    rows, zoo.ROWS[name] = zoo.ROWS[name], 1
+    try:
+        with torch.device("meta"):
+            model = zoo.make(name, "cpu")[0]
+    finally:
+        zoo.ROWS[name] = rows
+    return sorted({tuple(m.weight.shape) for n, m in model.named_modules() if zoo._is_wide(m, n)})
+
+
+def compile_library(shape, rows, recipe, backend, device):
+    """One step of one linear as `all-BACKEND` runs it: its three products are compiled then, and stay in the library's cache."""
+    import loka
+
+    n, k = shape
+    model = torch.nn.Sequential(torch.nn.Linear(k, n, device=device))
+    loka.convert(model, recipe=recipe, backend=backend)
+    zoo.run_step(model, (torch.randn(rows, k, device=device, requires_grad=True),), "train")
+
+
+def start_compiling(a):
+    """A process for every shape of DeepGEMM's, where it is installed."""
+    if importlib.util.find_spec("deep_gemm") is None:
+        return []
+    command = [sys.executable, __file__, *sys.argv[1:], "--compile"]
+    return [subprocess.Popen([*command, f"{n}x{k}"]) for n, k in wide_shapes(a.model)]
+
+
 def make_plans(a, folder):
     """One after another, in this process, before anything else is on the card; a plan that fails leaves its reason."""
     import loka
@@ -132,9 +164,15 @@ def main():
         "--seconds", type=float, default=240, help="for all of it: what still compiles then is given up"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the plans alone")
+    parser.add_argument("--work", type=Path, help="where plans and trained weights are kept; OUT.plans if not given")
     parser.add_argument("--plans-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", metavar="NxK", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    began, folder = time.time(), Path(f"{a.out}.plans")
+    began, folder = time.time(), a.work or Path(f"{a.out}.plans")
+    if a.compile:
+        shape = tuple(int(size) for size in a.compile.split("x"))
+        compile_library(shape, zoo.ROWS[a.model], zoo.RECIPE_OF["deepgemm"], "deepgemm", a.device)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     if a.rows:
         if a.device == "cuda":
@@ -143,18 +181,44 @@ def main():
     if a.plans_only or a.device == "cpu":
         (folder / "failed.json").write_text(json.dumps(make_plans(a, folder)))
         return
+    compiling = start_compiling(a)
+    if not a.tuned:  # tune times what it chooses
+        wait_for(compiling, began + a.seconds / 4)
     # in a process of its own: what it holds of the card must be gone before others are timed
-    asked = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--plans-only"])
-    file = folder / "failed.json"
-    failed = json.loads(file.read_text()) if asked.returncode == 0 else {"tune": f"the plans' process ended with {asked.returncode}"}  # fmt: skip
+    failed = ask_for_plans(folder, began + max(a.seconds - LEFT_TO_TIME, a.seconds / 4))
     write(a, folder, failed, {"environment": describe_run("cuda"), "rows": []})
     able = [p for p in POLICIES if not p.startswith("plan-") or (folder / f"{p.removeprefix('plan-')}.json").exists()]
     ways, left = ",".join(["bf16", "bf16-layout", *able]), a.seconds - (time.time() - began)
-    timed = Path(f"{a.out}.zoo.json")
+    timed = folder / "zoo.json"
     command = [sys.executable, str(Path(__file__).parent / "zoo.py"), "--models", a.model, "--modes", "train", "--ways", ways, "--plans", str(folder), "--wait", str(max(left - 25, 30)), "--out", str(timed)]  # fmt: skip
-    subprocess.run(command, check=True)
+    try:
+        subprocess.run(command, check=True)
+    finally:
+        wait_for(compiling, 0.0)
     write(a, folder, failed, json.loads(timed.read_text()))
     timed.unlink()
+
+
+def wait_for(processes, until):
+    """Until they end, or until that time; what runs then is ended."""
+    for process in processes:
+        try:
+            process.wait(max(until - time.time(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def ask_for_plans(folder, until):
+    """Why which plans could not be made; those that could are in the folder."""
+    file = folder / "failed.json"
+    file.unlink(missing_ok=True)
+    asked = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--plans-only"])
+    wait_for([asked], until)
+    if asked.returncode == 0:
+        return json.loads(file.read_text())
+    why = "there was no time left for it" if asked.returncode < 0 else f"the plans' process ended with {asked.returncode}"  # fmt: skip
+    return {name: why for name in ("tune", "mixed") if not (folder / f"{name}.json").exists()}
 
 
 def write(a, folder, failed, body):
