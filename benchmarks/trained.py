@@ -100,6 +100,7 @@ class Campaign:
         for name, text in self.body["plans"].items():
             (bench.work / name).write_text(text)
         self.workers: dict[str, Process] = {}
+        self.waiting: dict[str, Process] = {}  # started early: importing takes ten seconds
         self.began, self.spent, self.written = time.time(), float(self.body.get("device_seconds", 0.0)), 0.0
 
     def write(self) -> None:
@@ -113,7 +114,7 @@ class Campaign:
         busy = {}
         for name, todo in jobs.items():
             if todo and time.time() < self.deadline:
-                worker = self.workers.get(name) or Process(self.bench, name)
+                worker = self.workers.get(name) or self.start(name)
                 self.workers[name], worker.todo = worker, list(todo)
                 worker.send()
                 busy[worker.pipe] = worker
@@ -146,6 +147,10 @@ class Campaign:
                     self.write()
         self.write()
 
+    def start(self, name: str) -> Process:
+        """The process that waits for its first task, or a new one."""
+        return self.waiting.pop(name, None) or Process(self.bench, name)
+
     def seeds(self, name: str, count: int) -> list[tuple[str, tuple[Any, ...]]]:
         keys = [(f"{name}/{seed}", ("train", seed, self.deadline)) for seed in range(count)]
         return [(key, message) for key, message in keys if "log_loss" not in self.body["runs"].get(key, {})]
@@ -156,7 +161,7 @@ class Campaign:
             file = plan_file(self.bench, *cell.split("/"), architecture)
             if file.exists() or not checkpoint_file(file).exists() or time.time() > self.deadline:
                 continue
-            process = Process(self.bench, f"{cell}/plan")
+            process = self.start(f"{cell}/plan")
             found = process.ask("plan", architecture, until=self.deadline + GRACE)
             process.process.terminate()
             self.body["tuned"][file.stem] = found
@@ -202,6 +207,8 @@ class Campaign:
         """What tune looks at; the plans, alone on the card; all seeds of all arms at once; the times, alone again."""
         wanted = dict.fromkeys((cell, *SOURCES[arm]) for cell in cells for arm in arms if arm in SOURCES)
         missing = [w for w in wanted if not plan_file(self.bench, *w[0].split("/"), w[2]).exists()]
+        early = [f"{cell}/plan" for cell, _, _ in missing] + [f"{cell}/{arm}" for cell in cells for arm in arms]
+        self.waiting = {name: Process(self.bench, name) for name in dict.fromkeys(early)}
         self.work({f"{cell}/{source}": [("", ("save", 0, self.deadline))] for cell, source, _ in missing})
         self.make_plans([(cell, architecture) for cell, _, architecture in wanted])
         names = [f"{cell}/{arm}" for cell in cells for arm in arms]
@@ -219,7 +226,7 @@ class Campaign:
         return arm not in SOURCES or plan_file(self.bench, family, data, SOURCES[arm][1]).exists()
 
     def close(self) -> None:
-        for worker in self.workers.values():
+        for worker in (*self.workers.values(), *self.waiting.values()):
             worker.process.terminate()
 
 
