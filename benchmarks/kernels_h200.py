@@ -31,7 +31,7 @@ from loka.measure.conformance import Conformance
 from loka.measure.device import peaks, snapshot
 from loka.measure.fused import bf16_layer, compiled
 from loka.measure.layer import GradientOperands, LayerOperands
-from loka.measure.rounding import worst_of
+from loka.measure.conformance import worst_of
 from loka.measure.timing import Contender, sets_needed, time_together
 from loka.records import save
 from loka.records.performance import KernelBench, KernelRow, Peaks

@@ -1,6 +1,6 @@
 import pytest
 
-from loka.measure.isolation import map_isolated, run_isolated
+from loka.measure.isolation import map_isolated
 
 MODULE = f"{__package__}.isolated" if __package__ else "isolated"
 
@@ -25,7 +25,7 @@ def test_every_way_to_fail_is_a_refusal_and_the_rest_runs() -> None:
 
 
 def test_a_context_that_dies_after_the_answer_is_no_answer() -> None:
-    outcome = run_isolated(f"{MODULE}:misbehave", {"how": "poison late"}, timeout=60)
+    (outcome,) = map_isolated(f"{MODULE}:misbehave", [{"how": "poison late"}], timeout=60)
     assert not outcome.ok
     assert "failed after the call returned" in outcome.refusal
 
@@ -54,4 +54,4 @@ def test_the_time_box_refuses_what_was_not_reached() -> None:
 @pytest.mark.parametrize("target", ["math:nothing", "math", "math:pi"])
 def test_a_wrong_target_is_the_callers_error(target: str) -> None:
     with pytest.raises(ValueError, match="module:function"):
-        run_isolated(target, {}, timeout=1)
+        map_isolated(target, [{}], timeout=1)

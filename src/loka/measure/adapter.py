@@ -16,7 +16,7 @@ from loka.measure.attention import Attention
 from loka.measure.beam import BeamAttention
 from loka.measure.conformance import Conformance
 from loka.measure.dots import Dots
-from loka.measure.fused import compiled
+from loka.measure.fused import compiled, judge_twice
 from loka.measure.grouped import GroupedMm
 from loka.measure.inputs import Shape
 from loka.measure.interaction import Interaction
@@ -55,7 +55,7 @@ class ScaledMm(Op[MatmulCall]):
         self, call: MatmulCall, *, seed: int, distribution: str, device: torch.device
     ) -> tuple[QTensor, QTensor]:
         """Draw two QTensors."""
-        return inputs.matmul_operands(call, seed=seed, distribution=distribution, device=device, outer_major=False)
+        return inputs.matmul_operands(call, seed=seed, distribution=distribution, device=device)
 
     def thunk(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Thunk:
         """Return the GEMM alone: weight prepared, activation scales in the order that the backend reads directly."""
@@ -157,12 +157,12 @@ class Quantize(Op[QuantizeCall]):
         """Check for the same bits as the reference, plain and with poisoned allocations."""
         options = self._options(call, operands)
         expected = registry.backend("quantize", "reference").run(operands, call.spec, **options)
-        plain = backend.run(operands, call.spec, **options)
-        with conformance.poisoned_allocations():
-            poisoned = backend.run(operands, call.spec, **options)
-        pairs = [(o, e) for result in (plain, poisoned) for o, e in zip(result, expected, strict=True) if e is not None]
-        verdicts = [conformance.check_quantized(out, ref) for out, ref in pairs]
-        return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+
+        def judge(made: Any) -> Conformance:
+            pairs = zip(made, expected, strict=True)
+            return conformance.worst_of(conformance.check_quantized(q, ref) for q, ref in pairs if ref is not None)
+
+        return judge_twice(lambda: backend.run(operands, call.spec, **options), judge)
 
     def baseline(self, call: QuantizeCall, operands: Tensor) -> Thunk:
         """Return a copy of the bf16 tensor, i.e. the cost of reading and writing it."""
@@ -171,8 +171,7 @@ class Quantize(Op[QuantizeCall]):
 
     def check_baseline(self, call: QuantizeCall, operands: Tensor) -> Conformance:
         """Check that the copy equals its source."""
-        equal = bool(self.baseline(call, operands)().equal(operands))
-        return Conformance(True, 0.0, 0.0) if equal else Conformance(False, 1.0, 0.0, "the copy differs")
+        return Conformance.within(float(not self.baseline(call, operands)().equal(operands)), 0.0, "the copy differs")
 
     def bytes_moved(self, call: QuantizeCall) -> int:
         """Count a 16-bit input and 8-bit outputs. A second read, which some dynamic scales need, is not counted."""

@@ -20,11 +20,11 @@ from torch import Tensor
 from loka.kernels.attention.call import AttentionCall
 from loka.kernels.attention.reference import locate, time_bucket
 from loka.measure import conformance, inputs
-from loka.measure.conformance import ULP, Conformance, Law
+from loka.measure.conformance import ULP, Conformance, Law, worst_of
 from loka.measure.fused import compiled, judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.op import Op, read_variant, spell_variant
-from loka.measure.rounding import as_share, judge_near, worst_of
+from loka.measure.rounding import as_share, judge_near
 from loka.measure.timing import Thunk
 
 FLAGS = ("even", "plain", "gradient")

@@ -22,13 +22,13 @@ from msgspec.structs import asdict
 
 from loka.kernels import registry
 from loka.measure.adapter import adapter_for
-from loka.measure.conformance import Conformance
+from loka.measure.conformance import worst_of
 from loka.measure.device import peaks, snapshot
 from loka.measure.gate import judge_backend
 from loka.measure.inputs import Shape
 from loka.measure.isolation import Outcome, map_isolated
 from loka.measure.op import Op
-from loka.measure.timing import BASELINE, DEFAULT_REPEATS, CaptureError, Contender, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, DEFAULT_REPEATS, Contender, sets_needed, time_capturable
 from loka.records import Interval
 from loka.records.performance import KernelBench, KernelRow, Peaks
 
@@ -86,17 +86,13 @@ def run(config: BenchConfig, *, command: str | None = None, ceilings: Peaks | No
         peaks=ceilings,
         rows=rows,
         environment=snapshot(command),
-        notes=_notes(config),
+        notes=[
+            f"conformance on {', '.join(config.distributions)}; "
+            + ("each backend in a child process" if config.isolate else "in one process"),
+            f"{config.repeats} interleaved repeats, medians, 95 % bootstrap intervals, speed-ups paired by repeat",
+            "weights are prepared and scales of activations stored in the order each backend reads without a copy",
+        ],
     )
-
-
-def _notes(config: BenchConfig) -> list[str]:
-    return [
-        f"conformance on {', '.join(config.distributions)}; "
-        + ("each backend in a child process" if config.isolate else "in one process"),
-        f"{config.repeats} interleaved repeats, medians, 95 % bootstrap intervals, speed-ups paired by repeat",
-        "weights are prepared and scales of activations stored in the order each backend reads without a copy",
-    ]
 
 
 def check_calls(
@@ -140,23 +136,18 @@ def check_case(
     verdict = kernel.supports(described, target)
     if not verdict:
         return {"ok": False, "reason": verdict.reason, "error": None, "tolerance": None}
-    worst: Conformance | None = None
+    verdicts, reason = [], ""
     for distribution in distributions:
         operands = adapter.operands(described, seed=7, distribution=distribution, device=target)
-        result = adapter.check(kernel, described, operands)
-        if worst is None or (not result.ok, result.error) > (not worst.ok, worst.error):
-            worst = result
-        if not result:
+        verdicts.append(adapter.check(kernel, described, operands))
+        if not verdicts[-1]:
+            reason = f"wrong on {distribution}: {verdicts[-1].reason}"
             break
-    assert worst is not None
-    reason = f"wrong on {distribution}: {worst.reason}" if not worst else ""
+    worst = worst_of(verdicts)
     if worst and not (judged := judge_backend(op, kernel, described, target)):
         worst, reason = judged, f"wrong {judged.reason}"
-    return {"ok": worst.ok, "reason": reason, "error": _finite(worst.error), "tolerance": worst.tolerance}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    error = worst.error if math.isfinite(worst.error) else None
+    return {"ok": worst.ok, "reason": reason, "error": error, "tolerance": worst.tolerance}
 
 
 def time_calls(
@@ -227,9 +218,8 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
         kernel = registry.backend(op, name)
         result = adapter.check(kernel, described, sets[0])
         if result:
-            candidates.append(
-                Contender(name, [adapter.thunk(kernel, described, operands) for operands in sets], result)
-            )
+            thunks = [adapter.thunk(kernel, described, operands) for operands in sets]
+            candidates.append(Contender(name, thunks, result))
         else:
             answers[name] = {"refusal": f"wrong in the process that times: {result.reason}"}
     for name, rival, result in adapter.rivals(described, sets):
@@ -237,33 +227,14 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
             candidates.append(Contender(name, rival, result))
         else:
             answers[name] = {"refusal": f"wrong: {result.reason}"}
-    timings, refused = _time_capturable(candidates, target, repeats)
+    timings, refused = time_capturable(candidates, target, repeats)
     answers.update({name: {"refusal": reason} for name, reason in refused.items()})
-    base = next((t for t in timings if t.name == BASELINE), None)
-    for timing in timings:
-        answers[timing.name] = _timing_fields(timing, base)
-    answers["method"] = timings[0].method if timings else None
+    base = timings.get(BASELINE)
+    for name, timing in timings.items():
+        speedup = None if base is None or base is timing else asdict(timing.speedup_over(base))
+        answers[name] = {"microseconds": asdict(timing.microseconds()), "speedup": speedup, "sets": timing.sets}
+    answers["method"] = next((timing.method for timing in timings.values()), None)
     return answers
-
-
-def _timing_fields(timing: Timing, base: Timing | None) -> dict[str, Any]:
-    speedup = None if base is None or base is timing else asdict(timing.speedup_over(base))
-    return {"microseconds": asdict(timing.microseconds()), "speedup": speedup, "sets": timing.sets}
-
-
-def _time_capturable(
-    candidates: list[Contender], device: torch.device, repeats: int
-) -> tuple[list[Timing], dict[str, str]]:
-    """Time the candidates that can be captured in a CUDA graph; return the reasons for the others."""
-    refused: dict[str, str] = {}
-    while candidates:
-        try:
-            return time_together(candidates, device, repeats=repeats), refused
-        except CaptureError as error:
-            culprit = next(c for c in candidates if str(error).startswith(f"{c.name} "))
-            refused[culprit.name] = str(error)
-            candidates = [c for c in candidates if c is not culprit]
-    return [], refused
 
 
 def roofline_microseconds(adapter: Op[Any], call: Any, ceilings: Peaks) -> float | None:
@@ -285,20 +256,12 @@ def table(record: KernelBench) -> str:
     for row in record.rows:
         by_call.setdefault(row.call, {})[row.backend] = row
     for call, rows in by_call.items():
-        base = rows.get(BASELINE)
-        cells = [
-            f"{call:<58}",
-            f"{_format_time(base):>9}",
-            *(f"{_format_cell(rows.get(name)):>18}" for name in backends),
-        ]
+        times = (f"{_format_cell(rows.get(name)):>18}" for name in backends)
+        cells = [f"{call:<58}", f"{_format_cell(rows.get(BASELINE)):>9}", *times]
         floor = next((row.roofline_microseconds for row in rows.values() if row.roofline_microseconds), None)
         lines.append("  ".join([*cells, f"{floor:>11.1f}" if floor else f"{'-':>11}"]))
     refusals = dict.fromkeys(f"{row.backend}: {row.refusal}" for row in record.rows if row.refusal)
     return "\n".join([*lines, "", *(refusals or ["no refusals"])])
-
-
-def _format_time(row: KernelRow | None) -> str:
-    return f"{row.microseconds.value:.2f}" if row and row.microseconds else "-"
 
 
 def _format_cell(row: KernelRow | None) -> str:

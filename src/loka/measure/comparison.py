@@ -27,7 +27,7 @@ from torch import Tensor
 
 from loka.formats import QTensor, expand_scale
 from loka.formats import decode as decode_elements
-from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance, nominal_size
+from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance, nominal_size, show_first
 
 SLAB = 1 << 25  # elements of a result compared at a time
 STRIP, TILE = 64, 8
@@ -110,7 +110,7 @@ def compare_product(
     """
     if tuple(out.shape) != exact.shape or out.dtype != dtype:
         seen, wanted = f"{tuple(out.shape)} {out.dtype}", f"{exact.shape} {dtype}"
-        return Conformance(False, math.inf, allowed, f"result is {seen}, expected {wanted}")
+        return Conformance.failed(f"result is {seen}, expected {wanted}", allowed)
     if out.numel() == 0:
         return Conformance(True, 0.0, allowed)
     worst, where = 0.0, ""
@@ -119,17 +119,13 @@ def compare_product(
         some = out[start : start + slab.y.shape[0]]
         misplaced = _find_misplaced(some, slab, allowed, start)
         if misplaced:
-            return Conformance(False, math.inf, allowed, misplaced)
+            return Conformance.failed(misplaced, allowed)
         squares = _unexplained(some, slab).square_()
         columns += squares.sum(dim=0, dtype=torch.float64)
-        for value, place in _looks(squares, start, alike):
-            worst, where = max((worst, where), (value, place))
+        worst, where = max((worst, where), *_looks(squares, start, alike))
     if not alike:
-        for value, place in _check_columns(columns, out.shape[0]):
-            worst, where = max((worst, where), (value, place))
-    if worst <= allowed:
-        return Conformance(True, worst, allowed)
-    return Conformance(False, worst, allowed, f"{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
+        worst, where = max((worst, where), *_check_columns(columns, out.shape[0]))
+    return Conformance.within(worst, allowed, f"{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
 
 
 def _unexplained(out: Tensor, exact: Exact) -> Tensor:
@@ -161,9 +157,7 @@ def _find_misplaced(out: Tensor, exact: Exact, allowed: float, start: int) -> st
         ("overflow differently", infinite & (out.sign() != y.sign())),
     ):
         if wrong.any():
-            row, column = (int(i) for i in wrong.nonzero()[0])
-            seen = f"{float(out[row, column])}, expected {float(y[row, column])}"
-            return f"{int(wrong.sum())} elements {what}, first at [{start + row}, {column}]: {seen}"
+            return f"{int(wrong.sum())} elements {what}, {show_first(wrong, out, y, start=start)}"
     return None
 
 

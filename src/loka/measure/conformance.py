@@ -37,7 +37,7 @@ time with torch filling every new allocation with NaN, so that an element it nev
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -84,6 +84,28 @@ class Conformance:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    @classmethod
+    def failed(cls, reason: str, tolerance: float = 0.0) -> "Conformance":
+        """Return a failure without a finite error."""
+        return cls(False, math.inf, tolerance, reason)
+
+    @classmethod
+    def within(cls, error: float, tolerance: float, reason: str) -> "Conformance":
+        """Compare an error with its tolerance; the reason is that of a failure."""
+        return cls(error <= tolerance, error, tolerance, "" if error <= tolerance else reason)
+
+
+def worst_of(verdicts: Iterable[Conformance]) -> Conformance:
+    """Return the worst of several verdicts: a failed one, or else the one with the largest error."""
+    return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+
+
+def show_first(wrong: Tensor, seen: Tensor, expected: Tensor, *, start: int = 0) -> str:
+    """Describe the first wrong element of a result; `start` is the number of the first row given here."""
+    index = tuple(int(i) for i in wrong.nonzero()[0])
+    place = [start + index[0], *index[1:]] if index else []
+    return f"first at {place}: {seen[index].item()}, expected {expected[index].item()}"
 
 
 def tolerance(call: MatmulCall) -> float:
@@ -169,14 +191,15 @@ def same_bits(prepared: Tensor, plain: Tensor, verdict: Conformance) -> Conforma
     """Return the verdict, or a failure if a prepared weight changed the result."""
     if prepared.shape != plain.shape:
         reason = f"a prepared weight gives {tuple(prepared.shape)}, the plain one {tuple(plain.shape)}"
-        return Conformance(False, math.inf, verdict.tolerance, reason)
+        return Conformance.failed(reason, verdict.tolerance)
     differing = ~((prepared == plain) | (prepared.isnan() & plain.isnan()))
     if not differing.any():
         return verdict
     row, col = (int(i) for i in differing.nonzero()[0])
     seen = f"first at [{row}, {col}]: {float(prepared[row, col])}, without {float(plain[row, col])}"
-    reason = f"{int(differing.sum())} elements differ with a prepared weight, {seen}"
-    return Conformance(False, math.inf, verdict.tolerance, reason)
+    return Conformance.failed(
+        f"{int(differing.sum())} elements differ with a prepared weight, {seen}", verdict.tolerance
+    )
 
 
 def judge_runs(
@@ -188,7 +211,7 @@ def judge_runs(
         with poisoned_allocations():
             result = run()
         verdicts.append(judge(result, expected, allowed, dtype, prefix="with poisoned allocations: "))
-    return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+    return worst_of(verdicts)
 
 
 def judge(out: Tensor, expected: Law, allowed: float, dtype: torch.dtype, *, prefix: str = "") -> Conformance:
@@ -196,41 +219,31 @@ def judge(out: Tensor, expected: Law, allowed: float, dtype: torch.dtype, *, pre
     y = expected.y
     if out.shape != y.shape or out.dtype != dtype:
         seen, wanted = f"{tuple(out.shape)} {out.dtype}", f"{tuple(y.shape)} {dtype}"
-        return Conformance(False, math.inf, allowed, f"{prefix}result is {seen}, expected {wanted}")
+        return Conformance.failed(f"{prefix}result is {seen}, expected {wanted}", allowed)
     if out.numel() == 0:
         return Conformance(True, 0.0, allowed)
     misplaced = _find_misplaced(out, y, allowed, dtype)
     if misplaced:
-        return Conformance(False, math.inf, allowed, prefix + misplaced)
+        return Conformance.failed(prefix + misplaced, allowed)
     finite = out.isfinite() & y.isfinite()
     error = torch.where(finite, out.double() - y, 0.0).abs()
     terms = torch.where(finite, expected.terms, 0.0)
-    error = (error - _smallest_step(dtype)).clamp(min=0.0)  # the type cannot represent less than its smallest subnormal
-    worst, where = max(_looks(error, terms), key=lambda look: look[0])
-    if worst <= allowed:
-        return Conformance(True, worst, allowed)
-    return Conformance(False, worst, allowed, f"{prefix}{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
-
-
-def _smallest_step(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the type cannot represent less
+    worst, where = max(_looks((error - step).clamp(min=0.0), terms), key=lambda look: look[0])
+    return Conformance.within(worst, allowed, f"{prefix}{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
 
 
 def _find_misplaced(out: Tensor, y: Tensor, allowed: float, dtype: torch.dtype) -> str | None:
     """Describe where NaN or infinity differs from the exact result, or return None."""
-    nan = out.isnan() != y.isnan()
-    if nan.any():
-        row, col = (int(i) for i in nan.nonzero()[0])
-        return f"{int(nan.sum())} elements differ in being NaN, first at [{row}, {col}]: {float(out[row, col])}, expected {float(y[row, col])}"
     limit = torch.finfo(dtype).max
     margin = 1 + ELEMENT_ALLOWANCE * allowed
     overflows = y.abs() > limit * margin
     inside = y.abs() * margin < limit
     infinite = out.isinf()
-    wrong = (overflows & ~infinite) | (inside & infinite) | (infinite & (out.sign() != y.sign()))
-    if wrong.any():
-        row, col = (int(i) for i in wrong.nonzero()[0])
-        return f"{int(wrong.sum())} elements overflow differently, first at [{row}, {col}]: {float(out[row, col])}, expected {float(y[row, col])}"
+    overflow = (overflows & ~infinite) | (inside & infinite) | (infinite & (out.sign() != y.sign()))
+    for what, wrong in (("differ in being NaN", out.isnan() != y.isnan()), ("overflow differently", overflow)):
+        if wrong.any():
+            return f"{int(wrong.sum())} elements {what}, {show_first(wrong, out, y)}"
     return None
 
 
@@ -299,9 +312,7 @@ def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None
     if wrong.any():
         index = tuple(int(i) for i in wrong.nonzero()[0])
         where = f"first at {list(index)}: {float(seen[index])}, between {float(low[index])} and {float(high[index])}"
-        return Conformance(
-            False, math.inf, 0.0, f"{int(wrong.sum())} elements are not a neighbor of their value, {where}"
-        )
+        return Conformance.failed(f"{int(wrong.sum())} elements are not a neighbor of their value, {where}")
     multiplier = down.scale if down.tensor_scale is None else down.scale * down.tensor_scale
     exact = x.double() / expand_scale(multiplier, x.shape, spec.block).double()
     p, worst = ((exact - low) / (high - low)).clamp(0, 1), 0.0  # NaN on the grid, where both neighbors coincide
@@ -310,11 +321,7 @@ def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None
         spread = float((due * (1 - due)).sum())
         if spread > 0:
             worst = max(worst, abs(float((upper - due).sum())) / math.sqrt(spread))
-    if worst > CHANCE:
-        return Conformance(
-            False, worst, CHANCE, f"it rounds up too often or too rarely, by {worst:.3g} standard errors"
-        )
-    return Conformance(True, worst, CHANCE)
+    return Conformance.within(worst, CHANCE, f"it rounds up too often or too rarely, by {worst:.3g} standard errors")
 
 
 def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> Conformance:
@@ -324,23 +331,19 @@ def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> C
     """
     if out.spec != ref.spec or out.shape != ref.shape:
         reason = f"result is {out.spec} {tuple(out.shape)}, expected {ref.spec} {tuple(ref.shape)}"
-        return Conformance(False, math.inf, neighbours, reason)
+        return Conformance.failed(reason, neighbours)
     differing = ~((out.scale == ref.scale) | (out.scale.isnan() & ref.scale.isnan()))
     if differing.any():
-        index = tuple(int(i) for i in differing.nonzero()[0])
-        reason = f"{int(differing.sum())} scales differ, first at {list(index)}: {float(out.scale[index])}, expected {float(ref.scale[index])}"
-        return Conformance(False, math.inf, neighbours, reason)
+        first = show_first(differing, out.scale, ref.scale)
+        return Conformance.failed(f"{int(differing.sum())} scales differ, {first}", neighbours)
     seen, law_ = decode(out.data, ref.spec.format), decode(ref.data, ref.spec.format)
     wrong = ~((seen == law_) | (seen.isnan() & law_.isnan()))
     share = float(wrong.double().mean()) if wrong.numel() else 0.0
     apart = (out.data.view(torch.uint8).short() - ref.data.view(torch.uint8).short()).abs() > 1
-    if (wrong & apart).any() or share > neighbours:
-        row, col = (int(i) for i in (wrong & apart if (wrong & apart).any() else wrong).nonzero()[0])
-        where = f"first at [{row}, {col}]: {float(seen[row, col])}, expected {float(law_[row, col])}"
-        return Conformance(
-            False,
-            math.inf if (wrong & apart).any() else share,
-            neighbours,
-            f"{int(wrong.sum())} elements differ, {where}",
-        )
+    far = wrong & apart
+    if far.any():
+        return Conformance.failed(f"{int(wrong.sum())} elements differ, {show_first(far, seen, law_)}", neighbours)
+    if share > neighbours:
+        reason = f"{int(wrong.sum())} elements differ, {show_first(wrong, seen, law_)}"
+        return Conformance(False, share, neighbours, reason)
     return Conformance(True, share, neighbours)

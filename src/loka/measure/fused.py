@@ -18,8 +18,7 @@ from torch import Tensor
 from loka.kernels.activation import ACTIVATIONS, activate
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 from loka.kernels.norm_quantize.call import EPS
-from loka.measure.conformance import Conformance, poisoned_allocations
-from loka.measure.rounding import worst_of
+from loka.measure.conformance import Conformance, poisoned_allocations, worst_of
 
 FLOAT32 = 1e-5  # error of sums in another order and an approximate reciprocal, relative to the row
 STEEPEST = 1.5  # upper bound on the slope of all activations

@@ -107,12 +107,9 @@ def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | s
     device = torch.device(device)
     supported = backend.supports(call, device)
     if not supported:
-        return Conformance(False, math.inf, 0.0, supported.reason)
-    judges: dict[str, Callable[[], Conformance]] = {
-        "scaled_mm": lambda: _judge_matmul(backend, call, device),
-        "quantize": lambda: _judge_quantize(backend, call, device),
-    }
-    judge = judges.get(op, lambda: _judge_other(op, backend, call, device))
+        return Conformance.failed(supported.reason)
+    judges: dict[str, Callable[..., Conformance]] = {"scaled_mm": _judge_matmul, "quantize": _judge_quantize}
+    judge = partial(judges.get(op, partial(_judge_other, op)), backend, call, device)
     return _judge_cached((op, _identity(backend), call, str(device)), judge, backend)
 
 
@@ -249,11 +246,12 @@ class _MatmulTrial:
         with _fill_memory(round_, self.call.m * self.call.n, self.device):
             out, a, b = self._run(chosen, round_, number)
         if not (unchanged(a.data, chosen.a.data) and unchanged(b.data, chosen.b.data)):
-            return self._fail("it writes into its operands")
+            return Conformance.failed("it writes into its operands", self.allowed)
         if not (unchanged(a.scale, chosen.a.scale) and unchanged(b.scale, chosen.b.scale)):
-            return self._fail("it writes into the scales of its operands")
+            return Conformance.failed("it writes into the scales of its operands", self.allowed)
         if out.numel() and any(out.data_ptr() == known.data_ptr() for known in self.first.values()):
-            return self._fail("the result lies in memory that an earlier result was returned in")
+            reason = "the result lies in memory that an earlier result was returned in"
+            return Conformance.failed(reason, self.allowed)
         known = self.first.get(name)
         if known is not None and unchanged(out, known):
             return Conformance(True, 0.0, self.allowed)
@@ -263,9 +261,6 @@ class _MatmulTrial:
         if verdict and known is None:
             self.first[name] = out
         return verdict
-
-    def _fail(self, reason: str) -> Conformance:
-        return Conformance(False, math.inf, self.allowed, reason)
 
     def _run(self, chosen: OperandSet, round_: Round, number: int) -> tuple[Tensor, QTensor, QTensor]:
         prepare = round_ is not FRESH and number % 2 == 0
@@ -316,7 +311,7 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> C
             if not verdict:
                 return Conformance(False, verdict.error, 0.0, _describe(round_, name, verdict.reason))
         if not unchanged(x, inputs_[name]):
-            return Conformance(False, math.inf, 0.0, _describe(round_, name, "it writes into its input"))
+            return Conformance.failed(_describe(round_, name, "it writes into its input"))
     return Conformance(True, 0.0, 0.0)
 
 

@@ -19,10 +19,10 @@ from loka.kernels.grouped_mm.reference import spans
 from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
-from loka.measure.conformance import Conformance
+from loka.measure.conformance import Conformance, worst_of
+from loka.measure.fused import judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
-from loka.measure.rounding import worst_of
 from loka.measure.timing import Thunk
 
 
@@ -92,12 +92,8 @@ class GroupedMm(Op[LoadedCall]):
     def operands(self, call: LoadedCall, *, seed: int, distribution: str, device: torch.device) -> GroupedOperands:
         """Draw rows from the distribution, and normal weights."""
         x = inputs.draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
-        w = (
-            inputs.draw(call.experts * call.n, call.k, seed=2 * seed + 1, device=device).view(
-                call.experts, call.n, call.k
-            )
-            * call.k**-0.5
-        )
+        w = inputs.draw(call.experts * call.n, call.k, seed=2 * seed + 1, device=device) * call.k**-0.5
+        w = w.view(call.experts, call.n, call.k)
         offsets = group_offsets(call.m, call.experts, even=call.even, seed=seed, device=device)
         if call.a is None or call.b is None:
             return GroupedOperands(x.to(call.in_dtype), w.to(call.in_dtype), offsets, x.bfloat16(), w.bfloat16())
@@ -119,30 +115,22 @@ class GroupedMm(Op[LoadedCall]):
     def check(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Conformance:
         """Check every expert, plain and with poisoned allocations; prepared weights must give the same bits."""
         run = self._thunk(backend, call, operands, operands.w)
-        out = run()
-        plain = self.judge(out, call, operands)
-        if not plain:
-            return plain
-        with conformance.poisoned_allocations():
-            result = run()
-        worst = worst_of([plain, self.judge(result, call, operands)])
+        worst = judge_twice(run, lambda result: self.judge(result, call, operands))
         prepared = self._prepared(backend, operands)
         if not worst or prepared is operands.w:
             return worst
-        return conformance.same_bits(self._thunk(backend, call, operands, prepared)(), out, worst)
+        return conformance.same_bits(self._thunk(backend, call, operands, prepared)(), run(), worst)
 
     def judge(self, out: Tensor, call: LoadedCall, operands: GroupedOperands) -> Conformance:
         """Judge one result, expert by expert."""
         if out.shape != (call.m, call.n):
-            return Conformance(False, float("inf"), 0.0, f"result is {tuple(out.shape)}, expected {(call.m, call.n)}")
+            return Conformance.failed(f"result is {tuple(out.shape)}, expected {(call.m, call.n)}")
         allowed = self._tolerance(call)
         verdicts = [Conformance(True, 0.0, allowed)]
         for expert, (start, stop) in enumerate(spans(operands.offsets, call.m)):
             law = self._law(operands, expert, start, stop)
-            verdict = conformance.judge(
-                out[start:stop], law, allowed, call.out_dtype, prefix=f"expert {expert}, rows {start} to {stop}: "
-            )
-            verdicts.append(verdict)
+            where = f"expert {expert}, rows {start} to {stop}: "
+            verdicts.append(conformance.judge(out[start:stop], law, allowed, call.out_dtype, prefix=where))
         return worst_of(verdicts)
 
     def _tolerance(self, call: GroupedCall) -> float:
@@ -159,9 +147,7 @@ class GroupedMm(Op[LoadedCall]):
             rows = QTensor(x.data[start:stop], scale, x.spec)
             weight = QTensor(w.data[expert], w.scale if w.scale.dim() == 0 else w.scale[expert], w.spec)
             return conformance.law(rows, weight)
-        assert isinstance(x, Tensor)
-        assert isinstance(w, Tensor)
-        return conformance.law_of_values(x[start:stop], w[expert])
+        return conformance.law_of_values(x[start:stop], w[expert])  # type: ignore[index]
 
     def baseline(self, call: LoadedCall, operands: GroupedOperands) -> Thunk:
         """Return torch's grouped GEMM in bf16; the reference on a CPU, where torch has none."""

@@ -19,11 +19,11 @@ from torch import Tensor
 from loka.kernels.fused_linear.call import NORM_EPS, NORMALIZED_SCALE
 from loka.kernels.interaction.call import InteractionCall
 from loka.measure import inputs
-from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
+from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance, worst_of
 from loka.measure.fused import FLOAT32, block_norm, compiled, judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.op import Op, read_variant, spell_variant
-from loka.measure.rounding import as_share, judge_near, judge_rounded, worst_of
+from loka.measure.rounding import as_share, judge_near, judge_rounded
 from loka.measure.timing import Thunk
 
 _COUNTS = r"(\d+)/(\d+)\+(\d+)"

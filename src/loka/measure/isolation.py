@@ -41,11 +41,6 @@ class Outcome:
         return self.refusal is None
 
 
-def run_isolated(target: str, case: dict[str, Any], *, timeout: float) -> Outcome:
-    """Call `module:function(**case)` in a child process."""
-    return map_isolated(target, [case], timeout=timeout)[0]
-
-
 def map_isolated(
     target: str, cases: Sequence[dict[str, Any]], *, timeout: float, case_timeout: float = 60.0, max_crashes: int = 3
 ) -> list[Outcome]:
@@ -56,20 +51,14 @@ def map_isolated(
     crashes = 0
     while len(outcomes) < len(cases):
         left = end - time.monotonic()
-        if left <= 0:
-            outcomes += [Outcome(refusal=f"not run: the time box of {timeout:g} s was used up")] * (
-                len(cases) - len(outcomes)
-            )
-        elif crashes >= max_crashes:
-            outcomes += [Outcome(refusal=f"not run: crashed {crashes} times before")] * (len(cases) - len(outcomes))
-        else:
-            finished, failure = _run_child(target, cases[len(outcomes) :], left, case_timeout)
-            outcomes += finished
-            if failure is not None and len(outcomes) < len(cases):
-                outcomes.append(Outcome(refusal=failure))
-                crashes += 1
-            elif failure is not None:
-                crashes += 1  # it died on exit, after all results were written: they are valid
+        if left <= 0 or crashes >= max_crashes:
+            why = f"the time box of {timeout:g} s was used up" if left <= 0 else f"crashed {crashes} times before"
+            return outcomes + [Outcome(refusal=f"not run: {why}")] * (len(cases) - len(outcomes))
+        finished, failure = _run_child(target, cases[len(outcomes) :], left, case_timeout)
+        outcomes += finished
+        if failure is not None and len(outcomes) < len(cases):  # results written before it died on exit are valid
+            outcomes.append(Outcome(refusal=failure))
+            crashes += 1
     return outcomes
 
 
@@ -88,7 +77,7 @@ def _run_child(
                 stdin=stdin, stdout=stderr, stderr=stderr, env=environment, start_new_session=True,
             )  # fmt: skip
             late = _wait(process, answer, seconds, case_seconds)
-        finished = [_decode_outcome(line) for line in answer.read_bytes().split(b"\n")[:-1]]
+        finished = [Outcome(**msgspec.json.decode(line)) for line in answer.read_bytes().split(b"\n")[:-1]]
         tail = " ".join(noise.read_text(errors="replace").split())[-300:]
     if late is not None:
         return finished, late
@@ -117,11 +106,6 @@ def _describe(status: int) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return "poisoned the CUDA context" if status == POISONED else f"exited with status {status}"
-
-
-def _decode_outcome(line: bytes) -> Outcome:
-    fields = msgspec.json.decode(line)
-    return Outcome(fields.get("value"), fields.get("refusal"))
 
 
 def _resolve(target: str) -> Any:

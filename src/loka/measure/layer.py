@@ -31,7 +31,7 @@ from loka.kernels.fused_linear.call import (
 )
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
-from loka.measure.conformance import Conformance, Law
+from loka.measure.conformance import Conformance, Law, worst_of
 from loka.measure.fused import (
     ACTIVATE,
     FLOAT32,
@@ -45,7 +45,7 @@ from loka.measure.fused import (
 )
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
-from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Rival, Thunk
 
 
@@ -264,7 +264,6 @@ def _judge_gradient(result: GradientResult, g: Tensor) -> Conformance:
             judge_rounded(result.bias[None].float(), g.sum(0, keepdim=True), slack, what="the bias gradient")
         )
     if g.numel() and abs(float(result.amax) / float(g.abs().max()) - 1) > FLOAT32:
-        verdicts.append(
-            Conformance(False, torch.inf, 1.0, f"amax is {float(result.amax)}, expected {float(g.abs().max())}")
-        )
+        reason = f"amax is {float(result.amax)}, expected {float(g.abs().max())}"
+        verdicts.append(Conformance.failed(reason, 1.0))
     return worst_of(verdicts)

@@ -18,11 +18,11 @@ from torch import Tensor
 from loka.kernels.masked_attention import reference
 from loka.kernels.masked_attention.call import MaskedAttentionCall
 from loka.measure import inputs
-from loka.measure.conformance import Conformance
+from loka.measure.conformance import Conformance, worst_of
 from loka.measure.fused import compiled, judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.op import Op, read_variant, spell_variant
-from loka.measure.rounding import as_share, judge_near, worst_of
+from loka.measure.rounding import as_share, judge_near
 from loka.measure.timing import Thunk
 
 FLAGS = ("even", "gradient")

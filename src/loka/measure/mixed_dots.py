@@ -95,7 +95,7 @@ class MixedDots(Op[MixturesCall]):
             _judge(lambda at=at: results()[at], law, call, dtype)  # type: ignore[misc]
             for at, (law, dtype) in enumerate(zip(laws, dtypes, strict=True))
         ]
-        return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+        return conformance.worst_of(verdicts)
 
     def baseline(self, call: MixturesCall, operands: MixturesOperands) -> Thunk:
         """Return two batched products, and one for mixtures that are results, forward only; compiled on a GPU."""

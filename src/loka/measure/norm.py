@@ -19,11 +19,11 @@ from loka.kernels.fused_linear.call import NORMALIZED_SCALE
 from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradientCall, NormResult
 from loka.kernels.quantize.call import QuantizeCall
 from loka.measure import conformance, inputs, norm_gradient
-from loka.measure.conformance import Conformance
+from loka.measure.conformance import Conformance, worst_of
 from loka.measure.fused import ACTIVATE, FLOAT32, STEEPEST, bf16_norm, block_norm, compiled, judge_twice, split_variant
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
-from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Rival, Thunk
 
 
@@ -49,10 +49,6 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
             out_dtype=outputs[0] if outputs else None, transpose="transpose" in options,
         )  # fmt: skip
 
-    def _spec(self, call: NormCall) -> Spec:
-        assert call.spec is not None  # every variant has one
-        return call.spec
-
     def spell(self, call: NormCall | NormGradientCall) -> str:
         """See `Op.spell`."""
         if isinstance(call, NormGradientCall):
@@ -73,7 +69,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if call.affine:
             noise = inputs.draw(2, call.k, seed=3 * seed + 2, **options)
             made |= {"weight": 1 + 0.3 * noise[0], "bias": 0.3 * noise[1]}
-        if self._spec(call).mode != "dynamic":
+        if cast(Spec, call.spec).mode != "dynamic":  # every variant has one
             made["scale"] = torch.full((), NORMALIZED_SCALE, device=device)
         return made
 
@@ -104,7 +100,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
             if call.out_dtype is not None:
                 assert result.y is not None
                 verdicts.append(judge_rounded(result.y, y, error, what="y"))
-            if operands["residual"] is not None and operands["x"] is not None:
+            if operands["residual"] is not None:
                 total = operands["x"].double() + operands["residual"].double()
                 verdicts.append(judge_rounded(h, total, torch.zeros_like(total), what="h"))
             return worst_of(verdicts)
@@ -124,7 +120,6 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if isinstance(call, NormGradientCall):
             return norm_gradient.make_baseline(call, operands)
         x = operands["x"]
-        assert x is not None
         run = compiled(lambda t: ACTIVATE[call.activation](bf16_norm(t, call.norm)), x.device)
         return lambda: run(x)
 
@@ -132,25 +127,21 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         """Check against float64, allowing one rounding between norm and activation."""
         if isinstance(call, NormGradientCall):
             return norm_gradient.judge_baseline(self.baseline(call, operands)(), call, operands)
-        x = operands["x"]
-        assert x is not None
-        y = ACTIVATE[call.activation](bf16_norm(x.double(), call.norm))
-        return judge_rounded(
-            self.baseline(call, operands)(), y, STEEPEST * 2.0**-7 * bf16_norm(x.double(), call.norm).abs() + 1e-6
-        )
+        p = bf16_norm(operands["x"].double(), call.norm)
+        y = ACTIVATE[call.activation](p)
+        return judge_rounded(self.baseline(call, operands)(), y, STEEPEST * 2.0**-7 * p.abs() + 1e-6)
 
     def rivals(self, call: NormCall | NormGradientCall, sets: Sequence[Any]) -> list[Rival]:
         """Return the quantizer alone, and a copy."""
         if isinstance(call, NormGradientCall):
             return []
         first = sets[0]["x"]
-        assert first is not None
         rivals: list[Rival] = [("copy", [_copy(operands) for operands in sets], Conformance(True, 0.0, 0.0))]
         alone = QuantizeCall(call.m, call.k, call.spec, call.in_dtype)
         backend = registry.backend("quantize", "triton")
         if backend.supports(alone, first.device):
             thunks = [_quantizer(backend, call, operands) for operands in sets]
-            expected = quantize(first, self._spec(call), scale=sets[0]["scale"])
+            expected = quantize(first, cast(Spec, call.spec), scale=sets[0]["scale"])
             rivals.append(("quantize", thunks, conformance.check_quantized(thunks[0]()[0], expected)))
         return rivals
 
@@ -163,11 +154,9 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         return call.m * call.k * (item + 1 + call.transpose + extra)
 
 
-def _copy(operands: dict[str, Tensor | None]) -> Thunk:
-    x = operands["x"]
-    assert x is not None
-    target = torch.empty_like(x)
-    return lambda: target.copy_(x)
+def _copy(operands: dict[str, Tensor]) -> Thunk:
+    target = torch.empty_like(operands["x"])
+    return lambda: target.copy_(operands["x"])
 
 
 def _quantizer(backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:

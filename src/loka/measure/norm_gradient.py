@@ -14,10 +14,10 @@ from loka.formats import TENSOR, Spec, block_amax, scale_from_amax
 from loka.kernels.norm_quantize import reference
 from loka.kernels.norm_quantize.call import EPS, NormGradient, NormGradientCall
 from loka.measure import inputs
-from loka.measure.conformance import Conformance
+from loka.measure.conformance import Conformance, worst_of
 from loka.measure.fused import ACTIVATE, FLOAT32, bf16_norm, block_norm, compiled
 from loka.measure.op import DTYPES
-from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Thunk
 
 HEAD = "gradient "
@@ -100,7 +100,7 @@ def judge_amax(backend: Any, call: NormGradientCall, o: NormGradientOperands) ->
     make_thunk(backend, call, o, amax)()
     largest = _exact(call, o)[0].abs().nan_to_num(0.0, 0.0, 0.0).max()
     off = float((amax.double() - largest).abs() / (_SLACK * largest).clamp(min=1e-30))
-    return Conformance(off <= 1, off, 1.0, "" if off <= 1 else f"amax is {float(amax)}, expected {float(largest)}")
+    return Conformance.within(off, 1.0, f"amax is {float(amax)}, expected {float(largest)}")
 
 
 def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:

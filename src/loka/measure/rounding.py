@@ -12,8 +12,6 @@ eighth of it. 16-bit results are judged in the same way, with half an ulp of the
 reported, so the tolerance is 1.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -30,14 +28,12 @@ def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "resul
     have eight times the allowed error, relative to its own size plus a thousandth of the typical one.
     """
     if out.shape != exact.shape:
-        return Conformance(False, math.inf, allowed, f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}")
+        return Conformance.failed(f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}", allowed)
     if exact.numel() == 0:
         return Conformance(True, 0.0, allowed)
     error = out.double() - exact
     if not error.isfinite().all():
-        return Conformance(
-            False, math.inf, allowed, f"{what}: {int((~error.isfinite()).sum())} elements are not finite"
-        )
+        return Conformance.failed(f"{what}: {int((~error.isfinite()).sum())} elements are not finite", allowed)
     worst, where = float(error.norm() / exact.norm().clamp(min=TINY)), "the whole"
     if slices:
         sizes = exact.flatten(1).norm(dim=1) if exact.dim() > 1 else exact.abs()
@@ -45,9 +41,7 @@ def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "resul
         ratios = errors / (sizes + 1e-3 * sizes.square().mean().sqrt()).clamp(min=TINY) / ELEMENT_ALLOWANCE
         index = int(ratios.argmax())
         worst, where = max((worst, where), (float(ratios[index]), f"slice {index}"))
-    if worst <= allowed:
-        return Conformance(True, worst, allowed)
-    return Conformance(False, worst, allowed, f"{what}: {where} is off by {worst:.3g}, allowed {allowed:.3g}")
+    return Conformance.within(worst, allowed, f"{what}: {where} is off by {worst:.3g}, allowed {allowed:.3g}")
 
 
 def as_share(verdict: Conformance) -> Conformance:
@@ -62,24 +56,17 @@ _HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of a b
 def judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, *, what: str = "result") -> Conformance:
     """Compare a result with exact float64 values. `error` is the allowed error of each element before rounding."""
     if out.shape != exact.shape:
-        return Conformance(False, math.inf, 1.0, f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}")
+        return Conformance.failed(f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}", 1.0)
     if exact.numel() == 0:
         return Conformance(True, 0.0, 1.0)
     values = (out.data if isinstance(out, QTensor) else out).double()
     finite = exact.isfinite()
     if not torch.equal(values.isfinite(), finite):
         wrong = int((values.isfinite() != finite).sum())
-        return Conformance(False, math.inf, 1.0, f"{what}: {wrong} elements differ in being finite")
+        return Conformance.failed(f"{what}: {wrong} elements differ in being finite", 1.0)
     looks = _looks_fp8(out, values, exact, error) if isinstance(out, QTensor) else _looks(out, values, exact, error)
     name, worst = max(looks.items(), key=lambda look: look[1])
-    if worst <= 1:
-        return Conformance(True, worst, 1.0)
-    return Conformance(False, worst, 1.0, f"{what}: {name} {worst:.3g} times what rounding explains")
-
-
-def worst_of(verdicts: list[Conformance]) -> Conformance:
-    """Return the worst of several verdicts: a failed one, or else the one with the largest error."""
-    return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+    return Conformance.within(worst, 1.0, f"{what}: {name} {worst:.3g} times what rounding explains")
 
 
 def _looks(out: Tensor, values: Tensor, exact: Tensor, error: Tensor) -> dict[str, float]:

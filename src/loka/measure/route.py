@@ -21,11 +21,10 @@ from loka.kernels.grouped_mm.reference import permute
 from loka.kernels.route import reference
 from loka.kernels.route.call import RouterCall
 from loka.measure import inputs
-from loka.measure.conformance import ULP, Conformance
+from loka.measure.conformance import ULP, Conformance, worst_of
 from loka.measure.fused import compiled, judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.op import Op, read_variant, spell_variant
-from loka.measure.rounding import worst_of
 from loka.measure.timing import Thunk
 
 FLOAT32 = 2.0**-20  # error of sums in another order, relative to their terms
@@ -143,17 +142,19 @@ def _judge(result: tuple[Tensor, Tensor], call: SortedRouterCall, o: RouterOpera
     ids, gates = result
     wanted = (call.tokens, call.top + call.always)
     if ids.shape != wanted or gates.shape != wanted or ids.dtype != torch.int64:
-        return _fail(f"experts are {tuple(ids.shape)} {ids.dtype} and weights {tuple(gates.shape)}, expected {wanted}")
+        seen = f"{tuple(ids.shape)} {ids.dtype} and weights {tuple(gates.shape)}"
+        return Conformance.failed(f"experts are {seen}, expected {wanted}", 1.0)
     if call.always:
         if not ((ids[:, -1] == call.experts).all() and (gates[:, -1] == 1).all()):
-            return _fail("the shared expert is not visited by all, with weight one")
+            return Conformance.failed("the shared expert is not visited by all, with weight one", 1.0)
         ids, gates = ids[:, :-1], gates[:, :-1]
     if ids.numel() == 0:
         return Conformance(True, 0.0, 1.0)
     ordered = ids.sort(dim=1).values
     if ids.min() < 0 or ids.max() >= call.experts or (ordered[:, 1:] == ordered[:, :-1]).any():
-        return _fail(
-            "a token visits an expert that does not exist, or one twice; or the sorted visits contradict themselves"
+        return Conformance.failed(
+            "a token visits an expert that does not exist, or one twice; or the sorted visits contradict themselves",
+            1.0,
         )
     logits = o.x.double() @ o.weight.double().T
     terms = (o.x.double().square() @ o.weight.double().square().T).sqrt()
@@ -171,14 +172,8 @@ def _judge(result: tuple[Tensor, Tensor], call: SortedRouterCall, o: RouterOpera
     loss = (given / share.clamp(min=1e-300)).amax(1, keepdim=True)  # relative error of a score and of the sum
     off = ((gates.double() - exact).abs() / (exact * (2 * loss + 2.0**-20))).amax(1)
     worst = float(torch.maximum(1 + gap, off).max()) if gap.max() > 0 else float(off.max())
-    if worst <= 1:
-        return Conformance(True, worst, 1.0)
     what = "a better expert was left out, or visited later" if gap.max() > 0 else "a weight is not that of its expert"
-    return Conformance(False, worst, 1.0, f"{what}: {worst:.3g} times what rounding explains")
-
-
-def _fail(reason: str) -> Conformance:
-    return Conformance(False, float("inf"), 1.0, reason)
+    return Conformance.within(worst, 1.0, f"{what}: {worst:.3g} times what rounding explains")
 
 
 def _integers(call: SortedRouterCall, o: RouterOperands) -> RouterOperands:
@@ -196,8 +191,7 @@ def _equal(result: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
     *ids, gates = result
     *expected, weights = law
     if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(ids, expected, strict=True)):
-        return _fail("on whole numbers: other experts than in the reference, or equal scores in another order")
+        reason = "on whole numbers: other experts than in the reference, or equal scores in another order"
+        return Conformance.failed(reason, 1.0)
     off = float((gates - weights).abs().max()) / 2.0**-20 if gates.numel() else 0.0
-    return Conformance(
-        off <= 1, off, 1.0, "" if off <= 1 else f"on whole numbers: a weight is off by {off * 2.0**-20:.3g}"
-    )
+    return Conformance.within(off, 1.0, f"on whole numbers: a weight is off by {off * 2.0**-20:.3g}")

@@ -27,8 +27,9 @@ time left becomes a SiteTiming with the reason. Without a GPU nothing is timed, 
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,7 +44,7 @@ from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
-from loka.measure.timing import BASELINE, CaptureError, Contender, Thunk, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, Contender, Thunk, sets_needed, time_capturable
 from loka.records import GEMMS, Gemm, Interval
 
 Weights = Literal["dynamic", "cached"]
@@ -109,9 +110,8 @@ def time_jobs(
     repeats: int = DEFAULT_REPEATS,
     seconds: float = 60.0,
     distributions: Sequence[str] = (),
-    isolate: bool = False,
 ) -> list[list[SiteTiming]]:
-    """Time several GEMMs within one time limit. `isolate` runs loka's own backends in a child process too."""
+    """Time several GEMMs within one time limit."""
     device = torch.device(device)
     if device.type != "cuda":
         return [[SiteTiming(c, refusal=NO_GPU) for c in job.candidates] for job in jobs]
@@ -125,7 +125,7 @@ def time_jobs(
         asked = [i for i, some in enumerate(chosen) if some]
         cases = [encode_case(jobs[i], chosen[i], options) for i in asked]
         left = end - time.monotonic()
-        if isolate or group != OURS:
+        if group != OURS:
             answers = map_isolated(TARGET, cases, timeout=max(left, 0.1)) if cases else []
             results = [(a.value, a.refusal) for a in answers]
         else:
@@ -234,20 +234,17 @@ def _check_candidate(
         if checked.raised:
             return {"refusal": checked.reason}
         if not checked:
+            error = checked.error if math.isfinite(checked.error) else None
             return {
                 "refusal": f"wrong: {checked.reason}",
                 "wrong": True,
                 "tolerance": checked.tolerance,
-                **_finite("error", checked.error),
+                "error": error,
             }
         errors = {name: _errors(job, candidate, _draw(job, 1, name, device)) for name in distributions}
-    except Exception as error:  # a failing backend must not stop the others
-        return {"refusal": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    except Exception as raised:  # a failing backend must not stop the others
+        return {"refusal": f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"}
     return {"error": checked.error, "tolerance": checked.tolerance, "errors": errors}
-
-
-def _finite(name: str, value: float) -> dict[str, float]:
-    return {name: value} if math.isfinite(value) else {}
 
 
 def _check_timed_code(job: SiteJob, candidate: GemmWay, call: MatmulCall, pair: tuple[Tensor, Tensor]) -> Conformance:
@@ -287,14 +284,11 @@ def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: tor
     m, k, n = gemm_shape(job.gemm, job.m, job.k, job.n)
     pairs = [_draw(job, s, "normal", device) for s in range(sets_needed(2 * (m * k + k * n + m * n), device))]
     try:
-        base = Contender(BASELINE, [_multiply(a, b) for a, b in pairs], _check_baseline(pairs[0]))
-        rivals = [
-            Contender(
-                _label(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"])
-            )
-            for c, x in green
-        ]
-        timings, refused = _time_capturable([base, *rivals], device, repeats)
+        racers = [Contender(BASELINE, [partial(torch.matmul, a, b.T) for a, b in pairs], _check_baseline(pairs[0]))]
+        for c, answer in green:
+            checked = Conformance(True, answer["error"], answer["tolerance"])
+            racers.append(Contender(_label(c), [_thunk(job, c, pair) for pair in pairs], checked))
+        timings, refused = time_capturable(racers, device, repeats)
     except Exception as error:  # out of memory, or a wrong baseline: nothing of this job can be timed
         reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         timings, refused = {}, dict.fromkeys([BASELINE, *(_label(c) for c, _ in green)], reason)
@@ -315,28 +309,9 @@ def _label(way: GemmWay) -> str:
     return f"{way}{' fast' * way.fast_accum}"
 
 
-def _multiply(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
-    return lambda: torch.matmul(a, b.T)
-
-
 def _check_baseline(pair: tuple[Tensor, Tensor]) -> Conformance:
     a, b = pair
     rows = _judged_rows(a.shape[0], b.shape[0]).to(a.device)
     law = conformance.law_of_values(a[rows], b)
     allowed = conformance.baseline_tolerance(torch.bfloat16, a.shape[1])
     return conformance.judge_runs(lambda: torch.matmul(a, b.T)[rows], law, allowed, torch.bfloat16, poison=False)
-
-
-def _time_capturable(
-    candidates: list[Contender], device: torch.device, repeats: int
-) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time the candidates that can be captured in a CUDA graph; return the reasons for the others."""
-    refused: dict[str, str] = {}
-    while candidates:
-        try:
-            return {t.name: t for t in time_together(candidates, device, repeats=repeats)}, refused
-        except CaptureError as error:
-            culprit = next(c for c in candidates if str(error).startswith(f"{c.name} "))
-            refused[culprit.name] = str(error)
-            candidates = [c for c in candidates if c is not culprit]
-    return {}, refused

@@ -154,11 +154,8 @@ class _Maker:
 
     def _any_code(self, v: Tensor) -> Tensor:
         """Return values with the signs of v and sizes log-uniform over the format's range."""
-        octaves = (
-            math.log2(self.spec.format.max / self.spec.format.smallest_subnormal)
-            if not self.spec.format.is_integer
-            else 7
-        )
+        form = self.spec.format
+        octaves = 7 if form.is_integer else math.log2(form.max / form.smallest_subnormal)
         return v.sign() * torch.exp2(-octaves * torch.rand(v.shape, generator=self.generator, device=v.device))
 
     def _subnormal(self) -> float:
@@ -302,12 +299,8 @@ def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dty
     factor = torch.exp(4 * torch.rand((), generator=generator, device=device) - 2)
     if name == "spread":
         x = x * torch.exp(2 * torch.randn(rows, 1, generator=generator, device=device))
-        x = (
-            x
-            * torch.exp(torch.randn(1, -(-cols // BLOCK), generator=generator, device=device)).repeat_interleave(
-                BLOCK, 1
-            )[:, :cols]
-        )
+        blocks = torch.exp(torch.randn(1, -(-cols // BLOCK), generator=generator, device=device))
+        x = x * blocks.repeat_interleave(BLOCK, 1)[:, :cols]
     elif name == "heavy":
         x = heavy_tails(rows, cols, generator)
     elif name == "extreme":

@@ -56,14 +56,7 @@ def _parse_items(variant: str) -> tuple[str, list[str], int]:
 
 
 def _draw(
-    call: BagCall | UpdateCall,
-    kind: str,
-    *,
-    pooled: bool,
-    weighted: bool,
-    seed: int,
-    distribution: str,
-    device: torch.device,
+    call: BagCall | UpdateCall, *, pooled: bool, weighted: bool, seed: int, distribution: str, device: torch.device
 ) -> Items:
     weight = inputs.draw(call.rows, call.width, distribution=distribution, seed=3 * seed, device=device)
     generator = torch.Generator(device=device).manual_seed(3 * seed + 1)
@@ -73,7 +66,7 @@ def _draw(
         offsets = torch.arange(0, call.items + 1, max(call.items // max(call.bags, 1), 1), device=device)
     weights = torch.rand(call.items, generator=generator, device=device) if weighted else None
     grad = inputs.draw(call.bags, call.width, distribution=distribution, seed=3 * seed + 2, device=device)
-    return Items(Rows.of(weight, kind), indices, offsets, weights, grad)
+    return Items(Rows.of(weight, call.kind), indices, offsets, weights, grad)
 
 
 def _row_bytes(kind: str, width: int) -> float:
@@ -115,10 +108,8 @@ class EmbeddingBag(Op[BagCall]):
 
     def operands(self, call: BagCall, *, seed: int, distribution: str, device: torch.device) -> Items:
         """Draw a table and random items."""
-        pooled = call.mode != "item"
-        return _draw(
-            call, call.kind, pooled=pooled, weighted=call.weighted, seed=seed, distribution=distribution, device=device
-        )
+        pooled, weighted = call.mode != "item", call.weighted
+        return _draw(call, pooled=pooled, weighted=weighted, seed=seed, distribution=distribution, device=device)
 
     def thunk(self, backend: Any, call: BagCall, operands: Items) -> Thunk:
         """See `Op.thunk`."""
@@ -180,7 +171,7 @@ class EmbeddingUpdate(Op[UpdateCall]):
 
     def operands(self, call: UpdateCall, *, seed: int, distribution: str, device: torch.device) -> Items:
         """Draw a table, random items and a gradient."""
-        return _draw(call, call.kind, pooled=True, weighted=False, seed=seed, distribution=distribution, device=device)
+        return _draw(call, pooled=True, weighted=False, seed=seed, distribution=distribution, device=device)
 
     def thunk(self, backend: Any, call: UpdateCall, operands: Items) -> Thunk:
         """Return the update, in place on a copy of the rows."""
@@ -232,35 +223,25 @@ def _copy(rows: Rows) -> Rows:
 
 def _near(out: Tensor, law: Tensor) -> Conformance:
     if out.shape != law.shape:
-        return Conformance(False, float("inf"), _SUM_ERROR, f"shape {tuple(out.shape)}, expected {tuple(law.shape)}")
+        return Conformance.failed(f"shape {tuple(out.shape)}, expected {tuple(law.shape)}", _SUM_ERROR)
     gap = (out.float() - law.float()).abs()
     size = law.float().abs().amax(1, keepdim=True).clamp(min=1e-30) if law.numel() else law.float()
     error = float((gap / size).max()) if gap.numel() else 0.0
-    ok = error <= _SUM_ERROR
-    return Conformance(
-        ok, error, _SUM_ERROR, "" if ok else f"results are off by {error:.2g} of the largest of their bag"
-    )
+    return Conformance.within(error, _SUM_ERROR, f"results are off by {error:.2g} of the largest of their bag")
 
 
 def judge_update(ours: Rows, law: Rows) -> Conformance:
     """Compare updated rows with the reference's."""
     found, expected = ours.dequantize(), law.dequantize()
     if not torch.equal(found.isnan(), expected.isnan()):
-        return Conformance(False, float("inf"), _FLIPPED, "NaN is elsewhere than in the reference")
+        return Conformance.failed("NaN is elsewhere than in the reference", _FLIPPED)
     gap = (found - expected).abs().nan_to_num(0.0)
     far = int((gap > 1.01 * _quantum(law, expected)).sum())
     if far:
-        return Conformance(
-            False, float("inf"), _FLIPPED, f"{far} elements are more than a step of their grid from the reference"
-        )
+        return Conformance.failed(f"{far} elements are more than a step of their grid from the reference", _FLIPPED)
     flipped = float((gap > 1e-5 * expected.abs().nan_to_num(0.0) + 1e-6).double().mean())
-    ok = flipped <= _FLIPPED
-    return Conformance(
-        ok,
-        flipped,
-        _FLIPPED,
-        "" if ok else f"{flipped:.2%} of the elements were rounded differently from the reference",
-    )
+    reason = f"{flipped:.2%} of the elements were rounded differently from the reference"
+    return Conformance.within(flipped, _FLIPPED, reason)
 
 
 def _quantum(rows: Rows, values: Tensor) -> Tensor:

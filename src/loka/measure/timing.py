@@ -146,6 +146,19 @@ def time_together(
     return [Timing(c.name, tuple(s), method, len(c.thunks)) for c, s in zip(candidates, seconds, strict=True)]
 
 
+def time_capturable(
+    candidates: Sequence[Contender], device: torch.device, repeats: int
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time the candidates that can be captured in a CUDA graph; return the reasons for the others."""
+    refused: dict[str, str] = {}
+    while left := [candidate for candidate in candidates if candidate.name not in refused]:
+        try:
+            return {timing.name: timing for timing in time_together(left, device, repeats=repeats)}, refused
+        except CaptureError as error:
+            refused[next(c.name for c in left if str(error).startswith(f"{c.name} "))] = str(error)
+    return {}, refused
+
+
 def _count_calls(seconds_per_call: float, sets: int) -> int:
     """Return the calls per measurement: a multiple of `sets` that runs long enough for clock and graph launch."""
     wanted = min(MAX_CALLS, math.ceil(GRAPH_SECONDS / max(seconds_per_call, 1e-9)))

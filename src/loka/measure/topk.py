@@ -16,7 +16,7 @@ from torch import Tensor
 from loka.kernels.topk import reference
 from loka.kernels.topk.call import BeamTopkCall, TopkCall
 from loka.measure import inputs
-from loka.measure.conformance import Conformance
+from loka.measure.conformance import Conformance, show_first
 from loka.measure.fused import judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
@@ -152,14 +152,10 @@ def _equal(found: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
     for name, ours, theirs in zip(("values", "first index", "second index"), found, law, strict=False):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             seen = f"{tuple(ours.shape)} {ours.dtype}, expected {tuple(theirs.shape)} {theirs.dtype}"
-            return Conformance(False, float("inf"), 0.0, f"{name}: {seen}")
+            return Conformance.failed(f"{name}: {seen}")
         wrong = ~((ours == theirs) | ((ours != ours) & (theirs != theirs)))
         if wrong.any():
-            row, col = (int(i) for i in wrong.nonzero()[0])
-            seen = f"{ours[row, col].item()}, expected {theirs[row, col].item()}"
-            return Conformance(
-                False, float("inf"), 0.0, f"{name}: {int(wrong.sum())} differ, first at [{row}, {col}]: {seen}"
-            )
+            return Conformance.failed(f"{name}: {int(wrong.sum())} differ, {show_first(wrong, ours, theirs)}")
     return Conformance(True, 0.0, 0.0)
 
 
@@ -167,7 +163,7 @@ def _near(values: Tensor, law: Tensor) -> Conformance:
     """Compare sorted values, up to the rounding of a logarithm."""
     absent = law == float("-inf")
     if not torch.equal(values == float("-inf"), absent):
-        return Conformance(False, float("inf"), 1e-4, "other slots are empty than in the reference")
+        return Conformance.failed("other slots are empty than in the reference", 1e-4)
     gap = torch.where(absent | law.isnan(), 0.0, (values - law).abs())
     error = float((gap / (1 + law.abs().nan_to_num(0.0, 0.0, 0.0))).max()) if gap.numel() else 0.0
-    return Conformance(error <= 1e-4, error, 1e-4, "" if error <= 1e-4 else f"values are off by {error:.2g}")
+    return Conformance.within(error, 1e-4, f"values are off by {error:.2g}")
