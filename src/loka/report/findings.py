@@ -1,7 +1,7 @@
 """Probe findings besides errors: predicted cost and chain of each linear, hazards, and what was not observed."""
 
 from loka.records import Interval, ProbeReport, Site
-from loka.report.markup import about, chip, escape, row, table
+from loka.report.markup import about, chip, escape, table
 
 ROWS = 200  # shown in the table of costs
 _WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # in order of preference: in its chain, then the finest recipe
@@ -19,16 +19,13 @@ def _write_costs(probe: ProbeReport) -> str:
         return ""
     found.sort(key=lambda entry: -entry[2].high)
     rows = [
-        row(
-            [
-                f'<button type="button" class="link mono" data-site="{escape(site.name)}">{escape(site.name)}</button>',
-                escape(way),
-                f"{100 * harm.value:.2g} %",
-                f"{100 * harm.high:.2g} %",
-                escape(chains.get(site.name) or probe.alone.get(site.name, "")),
-            ],
-            numeric=(2, 3),
-        )
+        [
+            f'<button type="button" class="link mono" data-site="{escape(site.name)}">{escape(site.name)}</button>',
+            escape(way),
+            f"{100 * harm.value:.2g} %",
+            f"{100 * harm.high:.2g} %",
+            escape(chains.get(site.name) or probe.alone.get(site.name, "")),
+        ]
         for site, way, harm in found[:ROWS]
     ]
     head = ("site", "runs as", "typical change of the loss", "upper bound", "its chain, or why it is in none")
@@ -61,7 +58,7 @@ def _write_warnings(probe: ProbeReport) -> str:
     if not entries:
         return ""
     rows = [
-        row([f'<span class="mono">{escape(name)}</span>', chip(what, "bad" if what == "hazard" else ""), escape(text)])
+        [f'<span class="mono">{escape(name)}</span>', chip(what, "bad" if what == "hazard" else ""), escape(text)]
         for name, what, text in entries
     ]
     return "<h3>What to know before trusting this</h3>" + table(

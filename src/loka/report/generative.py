@@ -1,7 +1,7 @@
 """Generative recommenders: the quantized model, the paired test, the overlap of lists, and distributions of layers."""
 
 from loka.records import Analysis, PairedTest, Quantized
-from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, span_of, table
+from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, span_of, table
 from loka.report.quality import GOOD
 from loka.report.results import Results
 
@@ -21,23 +21,19 @@ def _write_quantized(done: Quantized, number: int) -> str:
         bound = "" if done.bound is None else f", of {percent(done.bound, 2)} accepted"
         metric = f" {escape(capitalise(done.metric))} changes by {span_of(done.change)}{bound}."
     rows = [
-        row(
-            [
-                f'<span class="mono">{escape(site.name)}</span>',
-                escape(site.type),
-                " × ".join(map(str, site.shape)),
-                f'<span class="mono">{escape(site.weight or "16-bit")}</span>',
-                escape(site.reason),
-                "–" if site.weight_error is None else f"{site.weight_error:.4f}",
-            ],
-            numeric=(2, 5),
-        )
+        [
+            f'<span class="mono">{escape(site.name)}</span>',
+            escape(site.type),
+            " × ".join(map(str, site.shape)),
+            f'<span class="mono">{escape(site.weight or "16-bit")}</span>',
+            escape(site.reason),
+            "–" if site.weight_error is None else f"{site.weight_error:.4f}",
+        ]
         for site in done.sites[:200]
     ]
-    changes = [site for site in done.sites if site.metric_change is not None]
-    drawn = (
-        chart(f"waterfall-{number}", "Change of the end metric when each site alone is quantized") if changes else ""
-    )
+    drawn = ""
+    if any(site.metric_change is not None for site in done.sites):
+        drawn = chart(f"waterfall-{number}", "Change of the end metric when each site alone is quantized")
     head = ("site", "kind", "shape", "weight", "why", "weight error")
     return (
         f"<h3>{escape(done.model)}, quantized for serving</h3>"
@@ -52,19 +48,16 @@ def _write_quantized(done: Quantized, number: int) -> str:
 
 def _write_test(test: PairedTest) -> str:
     rows = [
-        row(
-            [
-                escape(m.metric),
-                chip(m.outcome, GOOD[m.outcome]),
-                f"{m.baseline:.5f}",
-                f"{m.candidate:.5f}",
-                span_of(m.change),
-                percent(m.minimum_detectable, 2),
-                percent(m.margin, 2),
-                f"{m.users:,}",
-            ],
-            numeric=range(2, 8),
-        )
+        [
+            escape(m.metric),
+            chip(m.outcome, GOOD[m.outcome]),
+            f"{m.baseline:.5f}",
+            f"{m.candidate:.5f}",
+            span_of(m.change),
+            percent(m.minimum_detectable, 2),
+            percent(m.margin, 2),
+            f"{m.users:,}",
+        ]
         for m in test.metrics
     ]
     head = ("metric", "verdict", "baseline", "candidate", "change, 95 %", "smallest detectable", "margin", "users")
@@ -86,9 +79,7 @@ def _write_test(test: PairedTest) -> str:
 
 def _write_analysis(analysis: Analysis, number: int) -> str:
     rows = [
-        row(
-            [escape(m.name), chip(m.likeness), escape("; ".join(m.reasons)), escape(m.activations_of or "weights only")]
-        )
+        [escape(m.name), chip(m.likeness), escape("; ".join(m.reasons)), escape(m.activations_of or "weights only")]
         for m in analysis.models
     ]
     return (

@@ -1,6 +1,6 @@
 """The top of a report: one sentence, and the four numbers that support it."""
 
-from loka.records import Comparison, Plan, SitePlan
+from loka.records import Comparison, Plan
 from loka.records.tuning import Tuning
 from loka.report.markup import capitalise, escape, percent, signed, span_of
 from loka.report.results import Results
@@ -19,14 +19,9 @@ def name_report(results: Results) -> str:
     return f"loka: {named[0] if named else 'report'}"
 
 
-def is_converted(site: SitePlan) -> bool:
-    """Return True if any GEMM of the site runs in low precision."""
-    return any(choice.quantized for choice in site.choices)
-
-
 def count_converted(plan: Plan) -> int:
-    """Return the number of sites of a plan that run in low precision."""
-    return sum(is_converted(site) for site in plan.sites)
+    """Return the number of sites of a plan of which any GEMM runs in low precision."""
+    return sum(any(choice.quantized for choice in site.choices) for site in plan.sites)
 
 
 def write_headline(results: Results) -> str:
@@ -69,12 +64,8 @@ def say_verdict(results: Results, first: Comparison | None) -> str:
         return "Nothing was converted: no part of this model is both faster in FP8 and within the margin"
     if results.plan is not None and not count_converted(results.plan):
         best = _find_best(results)
-        return (
-            "Nothing was converted: no GEMM of this model is "
-            + ("faster" if best else "accurate enough")
-            + " in FP8"
-            + (f" on {best[1]}" if best else "")
-        )
+        found = f"faster in FP8 on {best[1]}" if best else "accurate enough in FP8"
+        return f"Nothing was converted: no GEMM of this model is {found}"
     if first.outcome == "equivalent":
         return f"{share} of the GEMM work in FP8, and the {first.metric} stays within {percent(first.margin)}"
     if first.outcome == "inconclusive":
@@ -191,18 +182,13 @@ def _tile_speed(results: Results) -> str:
     measured = [c.expected_speedup for site in (plan.sites if plan else []) for c in site.choices if c.expected_speedup]
     if plan and measured:
         where = f"on {plan.target}, " if plan.target else ""
-        return _tile(
-            "Speed-up of chosen GEMMs",
-            f"{min(measured):.2f}–{max(measured):.2f}×",
-            f"over bf16, {where}each GEMM alone",
-        )
+        span = f"{min(measured):.2f}–{max(measured):.2f}×"
+        return _tile("Speed-up of chosen GEMMs", span, f"over bf16, {where}each GEMM alone")
     there = results.target_plan
     if there is not None:
-        return _tile(
-            f"Faster on {there.target}",
-            f"{count_converted(there)} of {len(there.sites)}",
-            "linears, by measurements on that device; FP8 is emulated here",
-        )
+        share = f"{count_converted(there)} of {len(there.sites)}"
+        note = "linears, by measurements on that device; FP8 is emulated here"
+        return _tile(f"Faster on {there.target}", share, note)
     best = _find_best(results)
     if best is not None:
         return _tile("Fastest FP8 candidate", f"{best[0]:.2f}×", f"over bf16, each GEMM alone, on {best[1]}")

@@ -1,11 +1,10 @@
 """Kernels: times compared with bf16 and the roofline, and rows of the performance database."""
 
 from loka.records.performance import KernelBench, KernelRow, PerformanceRows
-from loka.report.markup import about, capitalise, chart, chip, escape, row, table, times
+from loka.report.markup import about, capitalise, chart, chip, escape, table, times
 from loka.report.results import Results
 
 SHOWN = 60  # rows of a benchmark
-_NUMERIC = range(2, 6)
 
 
 def write_kernels(results: Results) -> str:
@@ -18,25 +17,20 @@ def _write_bench(bench: KernelBench, number: int) -> str:
     here = bench.environment
     ops = ", ".join(dict.fromkeys(r.op for r in bench.rows))
     timed = [r for r in bench.rows if r.microseconds is not None]
-    others = (
-        ""
-        if len(timed) == len(bench.rows)
-        else "; the others were refused or gave wrong results, for the reason in their row"
-    )
+    wrong = "; the others were refused or gave wrong results, for the reason in their row"
+    others = wrong if len(timed) < len(bench.rows) else ""
     text = f"<h3>{escape(ops)} on {escape(here.device)}</h3>" + about(
         f"{len(timed)} of {len(bench.rows)} rows were timed ({escape(bench.method)}, {escape(here.date[:10])}, torch {escape(here.torch)}){others}.{_say_peaks(bench)}"
     )
     if bench.peaks is not None and any(r.op in ("scaled_mm", "fused_linear") for r in timed):
-        text += chart(
-            f"roofline-{number}",
-            "Achieved FLOP rate by arithmetic intensity, with the roofs measured on the same device",
-        )
+        label = "Achieved FLOP rate by arithmetic intensity, with the roofs measured on the same device"
+        text += chart(f"roofline-{number}", label)
     rows = [_bench_row(r) for r in bench.rows[:SHOWN]]
     more = f"<p>{len(bench.rows) - SHOWN} more rows are in the record.</p>" if len(bench.rows) > SHOWN else ""
     head = ("call", "backend", "µs", "roofline µs", "of roofline", "over bf16", "")
     return (
         text
-        + f"<details><summary>{len(bench.rows)} rows</summary>{table(head, rows, numeric=_NUMERIC, caption=ops)}{more}{_list_notes(bench.notes)}</details>"
+        + f"<details><summary>{len(bench.rows)} rows</summary>{table(head, rows, numeric=range(2, 6), caption=ops)}{more}{_list_notes(bench.notes)}</details>"
     )
 
 
@@ -54,22 +48,19 @@ def _say_peaks(bench: KernelBench) -> str:
     return f" Peaks measured on the same device: {', '.join(said)}."
 
 
-def _bench_row(r: KernelRow) -> str:
+def _bench_row(r: KernelRow) -> list[str]:
     roof = r.roofline_microseconds
     time = r.microseconds.value if r.microseconds else None
     why = r.refusal or ""
-    return row(
-        [
-            f'<span class="mono">{escape(r.call)}</span>',
-            escape(r.backend),
-            "–" if time is None else f"{time:.1f}",
-            "–" if roof is None else f"{roof:.1f}",
-            "–" if time is None or roof is None else f"{100 * roof / time:.0f} %",
-            "–" if r.speedup is None else times(r.speedup),
-            chip("wrong", "bad") + " " + escape(why) if r.red else escape(why),
-        ],
-        numeric=_NUMERIC,
-    )
+    return [
+        f'<span class="mono">{escape(r.call)}</span>',
+        escape(r.backend),
+        "–" if time is None else f"{time:.1f}",
+        "–" if roof is None else f"{roof:.1f}",
+        "–" if time is None or roof is None else f"{100 * roof / time:.0f} %",
+        "–" if r.speedup is None else times(r.speedup),
+        chip("wrong", "bad") + " " + escape(why) if r.red else escape(why),
+    ]
 
 
 def _has_linears(rows: PerformanceRows) -> bool:

@@ -6,8 +6,7 @@ from html import escape
 from loka.records import Interval
 
 __all__ = [
-    "about", "capitalise", "chart", "chip", "count", "escape", "notice", "percent", "row", "signed", "span_of",
-    "table", "times",
+    "about", "capitalise", "chart", "chip", "count", "escape", "notice", "percent", "signed", "span_of", "table", "times",
 ]  # fmt: skip
 
 NARROW = "\u202f"  # narrow no-break space between a number and its unit
@@ -65,25 +64,29 @@ def chart(name: str, label: str) -> str:
     return f'<figure><div class="chart" id="chart-{name}" role="img" aria-label="{escape(label)}"></div></figure>'
 
 
-def row(cells: Sequence[str], *, numeric: Iterable[int] = (), why: int | None = None, attributes: str = "") -> str:
-    """Return one row of HTML cells. `numeric` ones are right-aligned; `why` is a sentence, which stays wide."""
-    kinds = dict.fromkeys(numeric, ' class="n"') | ({} if why is None else {why: ' class="why"'})
-    body = "".join(f"<td{kinds.get(i, '')}>{cell}</td>" for i, cell in enumerate(cells))
-    return f"<tr{attributes}>{body}</tr>"
-
-
 def table(
-    head: Sequence[str], rows: Iterable[str], *, numeric: Iterable[int] = (), name: str = "", caption: str = ""
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numeric: Iterable[int] = (),
+    why: int | None = None,
+    name: str = "",
+    caption: str = "",
 ) -> str:
-    """Return a table in a frame that scrolls sideways if it is too wide. The frame is focusable, so keys scroll it."""
+    """Return a table of HTML cells; `numeric` columns are right-aligned, `why` is one of sentences, which stays wide.
+
+    It is in a frame that scrolls sideways if it is too wide. The frame is focusable, so keys scroll it.
+    """
     right = set(numeric)
+    kinds = dict.fromkeys(right, ' class="n"') | ({} if why is None else {why: ' class="why"'})
     cells = "".join(
         f'<th scope="col"{" class=n" if i in right else ""}>{escape(title)}</th>' for i, title in enumerate(head)
     )
+    body = ("".join(f"<td{kinds.get(i, '')}>{cell}</td>" for i, cell in enumerate(row)) for row in rows)
     mark = f' id="{name}"' if name else ""
     told = f"<caption>{escape(caption)}</caption>" if caption else ""
     label = f' aria-label="{escape(caption or "Table")}"'
     return (
         f'<div class="scroll" tabindex="0" role="region"{label}><table{mark}>{told}<thead><tr>{cells}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f"<tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table></div>"
     )

@@ -6,11 +6,11 @@ from pathlib import Path
 from loka.records import ProbeReport, Site, write_atomically
 from loka.records.prose import diff
 from loka.report import headline, origin
-from loka.report.markup import about, chart, chip, escape, percent, row, signed, span_of, table
+from loka.report.markup import about, chart, chip, escape, percent, signed, span_of, table
 from loka.report.quality import GOOD
 from loka.report.render import fill_page
 from loka.report.results import Results
-from loka.report.vega import ACCENT, Spec, make_chart
+from loka.report.vega import ACCENT, DASHED, Spec, draw, make_chart, number, point, tooltip
 
 SHOWN = 200  # differences listed
 TINY = 1e-3  # smaller errors, of products that are exact up to the last bit, are drawn at this value
@@ -107,7 +107,7 @@ def _write_quality(pair: Pair) -> str:
             else:
                 change = found.relative_change
                 cells += [chip(found.outcome, GOOD[found.outcome]), signed(change.value), span_of(change)]
-        rows.append(row(cells, numeric=(2, 3, 5, 6)))
+        rows.append(cells)
     head = ["run", *(text for name in pair.names for text in (f"{name}: verdict", "change", "95 % interval"))]
     return table(head, rows, numeric=(2, 3, 5, 6), caption="Comparisons of both reports")
 
@@ -136,17 +136,15 @@ def _write_sites(pair: Pair) -> str:
     return text + table(head, changed[:SHOWN], caption="Verdicts that differ") + more
 
 
-def _verdict_rows(before: Site, after: Site) -> list[str]:
+def _verdict_rows(before: Site, after: Site) -> list[list[str]]:
     old = {v.gemm: v for v in before.verdicts}
     return [
-        row(
-            [
-                f'<span class="mono">{escape(after.name)}</span>',
-                v.gemm,
-                *(chip(s, {"safe": "good", "unsafe": "bad"}.get(s, "")) for s in (old[v.gemm].safety, v.safety)),
-                escape(v.reason),
-            ]
-        )
+        [
+            f'<span class="mono">{escape(after.name)}</span>',
+            v.gemm,
+            *(chip(s, {"safe": "good", "unsafe": "bad"}.get(s, "")) for s in (old[v.gemm].safety, v.safety)),
+            escape(v.reason),
+        ]
         for v in after.verdicts
         if v.gemm in old and old[v.gemm].safety != v.safety
     ]
@@ -181,31 +179,16 @@ def _draw_errors(pair: Pair) -> Spec | None:
     values = [max(value, TINY) for side in (ours, theirs) for value in side.values()]
     ends = [min(values), max(values)]
     scale = {"type": "log", "nice": False, "padding": 10, "domain": [0.8 * ends[0], 1.25 * ends[1]]}
-    x, y = (
-        {"type": "quantitative", "scale": scale, "title": f"error in {n}", "axis": {"tickCount": 5}} for n in pair.names
-    )
+    x, y = (number(title=f"error in {name}", ticks=5, scale=scale) for name in pair.names)
+    line = {"type": "line", **DASHED, "stroke": {"expr": "quiet"}}
+    said = tooltip("site", "gemm", before=".4f", after=".4f")
+    dot = point(50, 0.75, fill={"expr": ACCENT})
     return make_chart(
         f"Smallest error of each GEMM in {pair.names[0]} against {pair.names[1]}",
         height=380,
         layer=[
-            {
-                "data": {"values": [{"x": e, "y": e} for e in ends]},
-                "mark": {"type": "line", "strokeDash": [5, 4], "stroke": {"expr": "quiet"}},
-                "encoding": {"x": {**x, "field": "x"}, "y": {**y, "field": "y"}},
-            },
-            {
-                "data": {"values": rows},
-                "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.75, "fill": {"expr": ACCENT}},
-                "encoding": {
-                    "x": {**x, "field": "before"},
-                    "y": {**y, "field": "after"},
-                    "tooltip": [
-                        {"field": "site"},
-                        {"field": "gemm"},
-                        *({"field": f, "format": ".4f"} for f in ("before", "after")),
-                    ],
-                },
-            },
+            draw(line, [{"x": e, "y": e} for e in ends], x={**x, "field": "x"}, y={**y, "field": "y"}),
+            draw(dot, rows, x={**x, "field": "before"}, y={**y, "field": "after"}, tooltip=said),
         ],
     )
 
@@ -214,8 +197,7 @@ def _best_errors(probe: ProbeReport) -> dict[tuple[str, str], float]:
     best: dict[tuple[str, str], float] = {}
     for site in probe.sites:
         for c in site.candidates:
-            error = c.error
-            if error is not None:
+            if (error := c.error) is not None:
                 key = (site.name, c.gemm)
                 best[key] = min(error.value, best.get(key, error.value))
     return best

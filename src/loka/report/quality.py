@@ -1,11 +1,10 @@
 """Quality: comparisons with intervals, loss curves, and the effects of mods."""
 
 from loka.records import Comparison, ModSummary, Recovery
-from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, signed, span_of, table
+from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, signed, span_of, table
 from loka.report.results import Results
 
 GOOD = {"equivalent": "good", "better": "good", "worse": "bad", "inconclusive": ""}
-_NUMERIC = range(2, 9)
 
 
 def write_quality(results: Results) -> str:
@@ -65,8 +64,7 @@ def _table_comparisons(results: Results) -> str:
     rows = []
     baseline = runs.get(results.ordered_comparisons[0].baseline)
     if baseline is not None:
-        cells = [escape(baseline.name), "baseline", "", "", *_metrics(baseline.metrics), percent(0, 0), "", ""]
-        rows.append(row(cells, numeric=_NUMERIC))
+        rows.append([escape(baseline.name), "baseline", "", "", *_metrics(baseline.metrics), percent(0, 0), "", ""])
     for c in results.ordered_comparisons:
         run = runs.get(c.candidate)
         cells = [
@@ -79,8 +77,8 @@ def _table_comparisons(results: Results) -> str:
             f"{c.pairs:,}",
             f"{c.clusters:,}",
         ]
-        rows.append(row(cells, numeric=_NUMERIC))
-    return table(head, rows, numeric=_NUMERIC)
+        rows.append(cells)
+    return table(head, rows, numeric=range(2, 9))
 
 
 def _metrics(metrics: dict[str, float]) -> list[str]:
@@ -101,18 +99,16 @@ def _write_mod(summary: ModSummary) -> str:
         "An exact mod computes the same function; an architecture change computes another one and needs training."
     )
     rows = [
-        row(
-            [
-                escape(c.mod),
-                f'<span class="mono">{escape(c.site)}</span>',
-                chip(c.effect, _EFFECT[c.effect]),
-                escape(c.what),
-            ]
-        )
+        [
+            escape(c.mod),
+            f'<span class="mono">{escape(c.site)}</span>',
+            chip(c.effect, _EFFECT[c.effect]),
+            escape(c.what),
+        ]
         for c in summary.changed[:60]
     ]
     rows += [
-        row([escape(c.mod), f'<span class="mono">{escape(c.site)}</span>', chip("left"), escape(c.why)])
+        [escape(c.mod), f'<span class="mono">{escape(c.site)}</span>', chip("left"), escape(c.why)]
         for c in summary.left[:20]
     ]
     notes = "".join(notice(escape(capitalise(note))) for note in summary.notes)
@@ -128,16 +124,13 @@ def _table_recovery(found: list[Recovery]) -> str:
     if not found:
         return ""
     rows = [
-        row(
-            [
-                escape(r.metric),
-                f"{r.before:.5f}",
-                f"{r.after_mods:.5f}",
-                "not measured" if r.after_training is None else f"{r.after_training:.5f}",
-                f"{r.steps:,}",
-            ],
-            numeric=range(1, 5),
-        )
+        [
+            escape(r.metric),
+            f"{r.before:.5f}",
+            f"{r.after_mods:.5f}",
+            "not measured" if r.after_training is None else f"{r.after_training:.5f}",
+            f"{r.steps:,}",
+        ]
         for r in found
     ]
     head = ("metric", "before", "right after the mods", "after training", "steps")

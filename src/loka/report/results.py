@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from loka.records import (
     Analysis,
@@ -27,12 +27,13 @@ from loka.records import (
 from loka.records.performance import KernelBench, PerformanceRows
 from loka.records.tuning import SizeEstimates, Tuning
 
-_ALL: tuple[type[Record], ...] = (
-    ProbeReport, Plan, Run, Comparison, DriftReport, ModSummary, KernelBench, PerformanceRows, Quantized, PairedTest,
-    Analysis, LoadTest, OnlineTest, Conversion, Tuning, SizeEstimates,
-)  # fmt: skip
-_KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
-R = TypeVar("R", bound=Record)
+# the fields of `Results`
+_FIELDS: dict[str, type[Record]] = {
+    "probe": ProbeReport, "plans": Plan, "runs": Run, "comparisons": Comparison, "drift": DriftReport, "mods": ModSummary,
+    "benches": KernelBench, "rows": PerformanceRows, "quantized": Quantized, "tests": PairedTest, "analyses": Analysis,
+    "loads": LoadTest, "experiments": OnlineTest, "tunings": Tuning, "sizes": SizeEstimates, "conversions": Conversion,
+}  # fmt: skip
+_KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _FIELDS.values()}
 
 
 @dataclass(frozen=True)
@@ -96,24 +97,17 @@ class Results:
     @classmethod
     def of(cls, found: Sequence[Record], name: str = "these records") -> "Results":
         """Sort records by kind. There may be at most one probe report and one drift report."""
-        return cls(
-            probe=_one(found, ProbeReport, name, "probe reports"),
-            plans=tuple(sorted(_every(found, Plan), key=_place_of_plan)),
-            runs=_every(found, Run),
-            comparisons=_every(found, Comparison),
-            drift=_one(found, DriftReport, name, "drift reports"),
-            mods=_every(found, ModSummary),
-            benches=_every(found, KernelBench),
-            rows=_every(found, PerformanceRows),
-            quantized=_every(found, Quantized),
-            tests=_every(found, PairedTest),
-            analyses=_every(found, Analysis),
-            loads=_every(found, LoadTest),
-            experiments=_every(found, OnlineTest),
-            tunings=_every(found, Tuning),
-            sizes=_every(found, SizeEstimates),
-            conversions=_every(found, Conversion),
+        parts: dict[str, Any] = {
+            field: tuple(record for record in found if isinstance(record, kind)) for field, kind in _FIELDS.items()
+        }
+        for field in ("probe", "drift"):
+            if len(parts[field]) > 1:
+                raise ValueError(f"{name} holds {len(parts[field])} {field} reports; a report is about one")
+            parts[field] = parts[field][0] if parts[field] else None
+        parts["plans"] = tuple(
+            sorted(parts["plans"], key=lambda plan: (plan.recipe != "auto", plan.target is not None))
         )
+        return cls(**parts)
 
     @property
     def plan(self) -> Plan | None:
@@ -167,21 +161,6 @@ class Results:
                     seen.add(key)
                     found[name if name not in found else f"{name} {len(found) + 1}"] = record.environment
         return found
-
-
-def _place_of_plan(plan: Plan) -> tuple[bool, bool]:
-    return plan.recipe != "auto", plan.target is not None
-
-
-def _every(found: Sequence[Record], kind: type[R]) -> tuple[R, ...]:
-    return tuple(record for record in found if isinstance(record, kind))
-
-
-def _one(found: Sequence[Record], kind: type[R], name: str, words: str) -> R | None:
-    fitting = _every(found, kind)
-    if len(fitting) > 1:
-        raise ValueError(f"{name} holds {len(fitting)} {words}; a report is about one")
-    return fitting[0] if fitting else None
 
 
 def read_any(path: Path) -> Record:

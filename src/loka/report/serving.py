@@ -1,7 +1,7 @@
 """Served models: load tests and experiments on live traffic."""
 
 from loka.records import LoadTest, OnlineTest
-from loka.report.markup import about, chart, chip, escape, notice, percent, row, span_of, table
+from loka.report.markup import about, chart, chip, escape, notice, percent, span_of, table
 from loka.report.quality import GOOD
 from loka.report.results import Results
 from loka.report.vega import ACCENT, SECOND, Spec, colour_by, draw, make_chart, number, tooltip, zero_line
@@ -17,14 +17,11 @@ def write_serving(results: Results) -> str:
 
 def _write_loads(tests: tuple[LoadTest, ...]) -> str:
     rows = [
-        row(
-            [
-                escape(t.model), f"{t.rate:g}", f"{t.sla_ms:g}", f"{t.goodput:.1f}", percent(t.late_share, 2),
-                f"{t.codes.get('429', 0):,}", _of(t.latency_ms, "p50"), _of(t.latency_ms, "p99"), _of(t.shed_ms, "p99"),
-                f"{sum(n for code, n in t.codes.items() if code not in ('200', '429')):,}",
-            ],
-            numeric=range(1, 10),
-        )
+        [
+            escape(t.model), f"{t.rate:g}", f"{t.sla_ms:g}", f"{t.goodput:.1f}", percent(t.late_share, 2),
+            f"{t.codes.get('429', 0):,}", _of(t.latency_ms, "p50"), _of(t.latency_ms, "p99"), _of(t.shed_ms, "p99"),
+            f"{sum(n for code, n in t.codes.items() if code not in ('200', '429')):,}",
+        ]
         for t in tests
     ]  # fmt: skip
     head = (
@@ -48,17 +45,14 @@ def _of(quantiles: dict[str, float], name: str) -> str:
 
 def _write_experiment(test: OnlineTest) -> str:
     rows = [
-        row(
-            [
-                escape(m.metric), chip(m.outcome, GOOD[m.outcome]), f"{m.baseline:.5g}", f"{m.candidate:.5g}",
-                "too few users" if m.change is None else span_of(m.change), percent(m.margin, 2), " / ".join(f"{n:,}" for n in m.users),
-            ],
-            numeric=range(2, 7),
-        )
+        [
+            escape(m.metric), chip(m.outcome, GOOD[m.outcome]), f"{m.baseline:.5g}", f"{m.candidate:.5g}",
+            "too few users" if m.change is None else span_of(m.change), percent(m.margin, 2), " / ".join(f"{n:,}" for n in m.users),
+        ]
         for m in test.metrics
     ]  # fmt: skip
     guards = [
-        row([escape(g.name), f"{g.baseline:.4g}", f"{g.candidate:.4g}", escape(g.limit), chip(g.verdict, "bad" if g.broken else "" if g.doubtful else "good")], numeric=(1, 2))
+        [escape(g.name), f"{g.baseline:.4g}", f"{g.candidate:.4g}", escape(g.limit), chip(g.verdict, "bad" if g.broken else "" if g.doubtful else "good")]
         for g in test.guardrails
     ]  # fmt: skip
     text = f"<h3>{escape(test.candidate)} against {escape(test.baseline)} on live traffic, experiment {escape(test.salt)}</h3>"

@@ -2,8 +2,8 @@
 
 from loka.records import Choice, DriftReport, Plan, ProbeReport, SitePlan
 from loka.report.findings import write_findings
-from loka.report.headline import count_converted, is_converted
-from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, row, table
+from loka.report.headline import count_converted
+from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, table
 from loka.report.results import Results
 
 STATIC_ROWS = 300  # rows of the plan in plain HTML, for readers without JavaScript
@@ -76,13 +76,10 @@ def _write_counts(probe: ProbeReport) -> str:
     verdicts = [v for site in probe.sites for v in site.verdicts]
     speeds = [s for s in ("fast", "slow", "not measured") if any(v.speed == s for v in verdicts)]
     rows = [
-        row(
-            [
-                chip(safety, {"safe": "good", "unsafe": "bad"}.get(safety, "")),
-                *(f"{sum(v.safety == safety and v.speed == s for v in verdicts):,}" for s in speeds),
-            ],
-            numeric=range(1, 1 + len(speeds)),
-        )
+        [
+            chip(safety, {"safe": "good", "unsafe": "bad"}.get(safety, "")),
+            *(f"{sum(v.safety == safety and v.speed == s for v in verdicts):,}" for s in speeds),
+        ]
         for safety in ("safe", "unsafe", "not measured")
         if any(v.safety == safety for v in verdicts)
     ]
@@ -125,17 +122,14 @@ def write_drift(results: Results) -> str:
     if not drift.moves:
         return text
     rows = [
-        row(
-            [
-                f'<button type="button" class="link mono" data-site="{escape(m.site)}">{escape(m.site)}</button>',
-                escape(m.role),
-                escape(m.feature),
-                f"{m.since:,} → {m.step:,}",
-                f"{m.before:.3g} → {m.after:.3g}",
-                "too few samples" if m.sigmas is None else f"{m.sigmas:.1f}",
-            ],
-            numeric=(3, 4, 5),
-        )
+        [
+            f'<button type="button" class="link mono" data-site="{escape(m.site)}">{escape(m.site)}</button>',
+            escape(m.role),
+            escape(m.feature),
+            f"{m.since:,} → {m.step:,}",
+            f"{m.before:.3g} → {m.after:.3g}",
+            "too few samples" if m.sigmas is None else f"{m.sigmas:.1f}",
+        ]
         for m in sorted(drift.moves, key=lambda m: -(m.sigmas or 0))[:30]
     ]
     most = "" if len(drift.moves) <= 30 else "The 30 clearest moves"
@@ -187,11 +181,8 @@ def _write_static_plan(results: Results) -> str:
     plan = results.plan
     if plan is None:
         return ""
-    rest = (
-        f"<p>{len(plan.sites) - STATIC_ROWS} more: run <code>loka explain</code>.</p>"
-        if len(plan.sites) > STATIC_ROWS
-        else ""
-    )
+    more = len(plan.sites) - STATIC_ROWS
+    rest = f"<p>{more} more: run <code>loka explain</code>.</p>" if more > 0 else ""
     head = ("site", "K × N", "FLOPs", *(label.lower() for _, label in _TABS), "why not FP8")
     return f"<noscript>{table(head, [_plan_row(site) for site in plan.sites[:STATIC_ROWS]])}{rest}</noscript>"
 
@@ -220,7 +211,7 @@ def _say_target(results: Results) -> str:
     if there is None:
         return ""
     rows = [
-        row([f'<span class="mono">{escape(s.site)}</span>', *(_spell_target(s, gemm) for gemm, _ in _TABS)])
+        [f'<span class="mono">{escape(s.site)}</span>', *(_spell_target(s, gemm) for gemm, _ in _TABS)]
         for s in there.sites[:STATIC_ROWS]
     ]
     notes = "".join(f"<li>{escape(capitalise(note))}</li>" for note in there.notes)
@@ -250,18 +241,17 @@ def _spell_target(site: SitePlan, gemm: str) -> str:
     )
 
 
-def _plan_row(site: SitePlan) -> str:
+def _plan_row(site: SitePlan) -> list[str]:
     chosen: dict[str, Choice] = {choice.gemm: choice for choice in site.choices}
     kept = [choice for choice in site.choices if not choice.quantized]
     why = "<br>".join(escape(reason) for reason in dict.fromkeys(choice.reason for choice in kept))
-    cells = [
+    return [
         escape(site.site),
         f"{site.k} × {site.n}",
         percent(site.flops_share),
         *(_spell(chosen.get(gemm)) for gemm, _ in _TABS),
         why if site.choices else "no GEMM was observed",
     ]
-    return row(cells)
 
 
 def _spell(choice: Choice | None) -> str:
@@ -281,14 +271,13 @@ def write_memory(results: Results) -> str:
     before = 2 * sum(sizes.values())
     after = sum(size * (1 if name in low else 2) for name, size in sizes.items())
     rows = [
-        row([name, f"{value / 2**20:.2f}", percent(value / before if before else 0, 0)], numeric=(1, 2))
+        [name, f"{value / 2**20:.2f}", percent(value / before if before else 0, 0)]
         for name, value in (("bf16", before), ("with the plan", after))
     ]
-    converted = sum(is_converted(site) for site in plan.sites)
     return (
         about(
             f"Inputs that the {len(probe.sites)} linears save for the backward pass, computed from their shapes at the largest number of rows seen "
-            f"(not measured; scales, below 4 %, are not counted). {len(low)} of the {converted} converted linears save them in FP8."
+            f"(not measured; scales, below 4 %, are not counted). {len(low)} of the {count_converted(plan)} converted linears save them in FP8."
         )
         + f'<div class="narrow">{table(("saved for backward", "MiB", "of bf16"), rows, numeric=(1, 2), caption="Memory")}</div>'
     )

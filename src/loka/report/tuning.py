@@ -3,7 +3,7 @@
 from loka.records import Conversion, Interval
 from loka.records.prose import spell_unit
 from loka.records.tuning import SizeEstimates, TunedUnit, Tuning
-from loka.report.markup import about, chip, escape, notice, percent, row, signed, span_of, table, times
+from loka.report.markup import about, chip, escape, notice, percent, signed, span_of, table, times
 from loka.report.results import Results
 
 _GLOSSARY = (
@@ -31,9 +31,9 @@ def write_tuning(results: Results) -> str:
 def _write_sizes(found: SizeEstimates) -> str:
     """Return the estimates for another device, marked as estimates in every place."""
     rows = [
-        row([escape(size.size), f"{size.rows:,}", percent(size.share), f"{times(size.linears)} {chip('estimated', '')}"], numeric=(1, 2, 3))
+        [escape(size.size), f"{size.rows:,}", percent(size.share), f"{times(size.linears)} {chip('estimated', '')}"]
         for size in (found.here, found.large)
-    ]  # fmt: skip
+    ]
     head = ("size of the model", "batch size", "FLOPs in FP8", "speed-up of its linears over bf16")
     note = notice(f"Speeds are {escape(found.method)}. None was measured; only linears are counted.")
     caption = "Linears that are faster in FP8 are converted, the others stay in 16-bit precision"
@@ -57,11 +57,11 @@ def _write_one(tuning: Tuning) -> str:
     if tuning.estimate is not None:
         text += notice(f"Speeds are {escape(tuning.estimate.method)}. Calls there have {tuning.estimate.rows:g} times as many rows as here. None was measured.")  # fmt: skip
     if tuning.step_microseconds:
-        steps = [row([escape(name), f"{us / 1000:.3f}"], numeric=(1,)) for name, us in tuning.step_microseconds.items()]
+        steps = [[escape(name), f"{us / 1000:.3f}"] for name, us in tuning.step_microseconds.items()]
         text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step compared with 16-bit")
     if tuning.metric_change is not None:
         text += f"<p>Loss {signed(tuning.metric_change.value)}, {span_of(tuning.metric_change)} (95 %).</p>"
-    return text + table(head, rows, numeric=range(2, 6), caption="Units") + _GLOSSARY
+    return text + table(head, rows, numeric=range(2, 6), why=6, caption="Units") + _GLOSSARY
 
 
 def _say_gradients(tuning: Tuning) -> str:
@@ -71,14 +71,12 @@ def _say_gradients(tuning: Tuning) -> str:
     return f"gradients {escape(tuning.gradients.replace('by the score', 'by the predicted change'))}"
 
 
-def _unit_row(unit: TunedUnit) -> str:
+def _unit_row(unit: TunedUnit) -> list[str]:
     kind = "good" if unit.way != "high" else ""
     why = escape(unit.reason) + "".join(f"<br>{chip('alarm', 'bad')} {escape(alarm)}" for alarm in unit.alarms)
     names = escape(" → ".join(unit.linears)) if len(unit.linears) > 1 else escape(unit.name)
-    return row(
-        [names, chip("16-bit" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why],
-        numeric=range(2, 6), why=6,
-    )  # fmt: skip
+    way = chip("16-bit" if unit.way == "high" else unit.way, kind)
+    return [names, way, percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why]
 
 
 def _speed(unit: TunedUnit) -> str:
@@ -92,11 +90,11 @@ def _change(change: Interval | None) -> str:
 
 
 def _write_conversion(done: Conversion) -> str:
-    rows = [row([escape(name), escape(what)], why=1) for name, what in done.converted.items()]
-    rows += [row([escape(name), f"kept: {escape(why)}"], why=1) for name, why in done.kept.items()]
+    rows = [[escape(name), escape(what)] for name, what in done.converted.items()]
+    rows += [[escape(name), f"kept: {escape(why)}"] for name, why in done.kept.items()]
     units = "".join(f"<li>{escape(spell_unit(unit))}</li>" for unit in done.units)
     notes = "".join(notice(escape(note)) for note in done.notes)
     first = escape(str(done).splitlines()[0])
     return f"<h3>Conversion</h3><p>{first}</p>{notes}<ul>{units}</ul>" + table(
-        ("linear", "runs in"), rows, caption="Precision of each linear"
+        ("linear", "runs in"), rows, why=1, caption="Precision of each linear"
     )
