@@ -2,7 +2,7 @@
 
     python benchmarks/policies.py --out policies.json --seconds 240                       on a GPU
     python benchmarks/policies.py --tuned tune_zoo_wukong.json --out policies.json        with the plan of that record instead of another call of tune
-    python benchmarks/policies.py --device cpu --rows 64 --steps 1 --tune-seconds 30 --out x.json     a walk through the plans: nothing is timed; speeds are the shipped rows'
+    python benchmarks/policies.py --device cpu --rows 64 --steps 1 --tune-seconds 30 --out x.json     a walk through the plans: nothing is timed; speeds are the shipped rows'; a minute with --tuned
 
     torchao-tensorwise, torchao-rowwise, torchao-rowwise_with_gw_hp      one recipe of torchao's at every linear of 256 and more
     all-deepgemm, all-fbgemm                                             one library at all of these; refused by name where it is not installed

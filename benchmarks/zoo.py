@@ -24,6 +24,7 @@ too. A case that fails is a row with its reason. `host_ms`: what the host takes 
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -489,12 +490,15 @@ def main():
             key = procs[c][1]
             (work / f"{key}.go{turn}").write_text("x")
             end = time.time() + 60
-            while not (work / f"{key}.done{turn}").exists() and procs[c][0].poll() is None and time.time() < end:
+            while not (work / f"{key}.done{turn}").exists() and procs[c][0].poll() is None:
                 time.sleep(0.005)
+                if time.time() > end:  # a case that hangs is a row with its reason, and nobody waits for it again
+                    procs[c][0].kill()
+                    procs[c][0].wait()
     rows = []
     for c, (p, key) in procs.items():
         file = work / f"{key}.json"
-        if c not in late:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             p.wait(60)
         if file.exists():
             rows.append(json.loads(file.read_text()))
