@@ -66,9 +66,8 @@ def ab(
     if kinds == {True}:
         found = compare_files(baseline, candidate, margin, seed)
     else:
-        found = compare_bundles(
-            baseline, candidate, data, users, margin, (top,), beams, precision, device, seed, data_root, source
-        )
+        evaluation = {"users": users, "beams": beams, "tops": (top,), "dtype": precision, "device": device}
+        found = compare_bundles(baseline, candidate, data, data_root, source, margin, seed, evaluation)
     if out is not None:
         records.save(found, out)
     typer.echo(records.to_json(found).decode() if json_ else describe(found))
@@ -149,26 +148,16 @@ def read_metrics(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def compare_bundles(
-    baseline: Path,
-    candidate: Path,
-    data: str | None,
-    users: int | None,
-    margin: float,
-    tops: tuple[int, ...],
-    beams: int,
-    precision: str,
-    device: str,
-    seed: int,
-    root: Path | None,
-    source: Path | None,
-) -> PairedTest:
-    """Compare two recommenders on the test users of one data set."""
+    baseline: Path, candidate: Path, data: str | None, root: Path | None, source: Path | None, margin: float, seed: int,
+    evaluation: dict[str, Any],
+) -> PairedTest:  # fmt: skip
+    """Compare two recommenders on the test users of one data set. `evaluation` are options of `evaluate_users`."""
     from rich.console import Console
 
     from loka.cli.subject import find_device
     from loka.inference import compare_arms, evaluate_users, load_bundle, overlap_of
 
-    find_device(device)
+    find_device(evaluation["device"])
     bundles = [load_bundle(path) for path in (baseline, candidate)]
     opened = bundles[0].open_data(data, root=root, source=source)
     arms: list[Any] = []
@@ -178,18 +167,7 @@ def compare_bundles(
             def show(done: int, total: int, name: str = path.name) -> None:
                 status.update(f"{name}: {done} of {total} users")
 
-            arms.append(
-                evaluate_users(
-                    bundle,
-                    opened.test,
-                    users=users,
-                    beams=beams,
-                    tops=tops,
-                    dtype=precision,
-                    device=device,
-                    progress=show,
-                )
-            )
+            arms.append(evaluate_users(bundle, opened.test, progress=show, **evaluation))
     return compare_arms(
         arms[0].values,
         arms[1].values,

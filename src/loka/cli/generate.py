@@ -45,14 +45,20 @@ def generate(
     """Recommend items to users of a data set."""
     if (from_ is None) == (train is None):
         raise ValueError("give either an existing model (--from FOLDER) or train one (--train STEPS --out FOLDER)")
-    if train is not None and out is None:
+    folder = from_ or out
+    if folder is None:
         raise ValueError("--train needs --out, the folder to write the model to")
     if top > beams:
         raise ValueError(f"--top {top} needs at least as many --beams, got {beams}")
     from loka.cli.subject import find_device
+    from loka.cli.train_sequence import train_small
+    from loka.inference import load_bundle
 
     find_device(device)
-    opened, bundle = open_or_train(from_, train, out, data, seed, data_root, source)
+    if train is not None:
+        train_small(data or "complete-journey", folder, steps=train, seed=seed, root=data_root, source=source)
+    bundle = load_bundle(folder)
+    opened = bundle.open_data(data, root=data_root, source=source)
     found = recommend(bundle, opened, users, items, top, beams, exclude_seen, precision, device)
     if json_:
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
@@ -61,28 +67,6 @@ def generate(
         typer.echo(describe(one))
     marked = "; * marks what the user took next" if items is None else ""
     typer.echo(f"score: log-likelihood of the item{marked}", err=True)
-
-
-def open_or_train(
-    from_: Path | None,
-    train: int | None,
-    out: Path | None,
-    data: str | None,
-    seed: int,
-    root: Path | None,
-    source: Path | None,
-) -> tuple[SequenceData, Bundle]:
-    """Open the model and its data, training the model first if `train` is given."""
-    from loka.inference import load_bundle
-
-    if train is not None and out is not None:
-        from loka.cli.train_sequence import train_small
-
-        train_small(data or "complete-journey", out, steps=train, seed=seed, root=root, source=source)
-    folder = from_ if from_ is not None else out
-    assert folder is not None  # checked by generate
-    bundle = load_bundle(folder)
-    return bundle.open_data(data, root=root, source=source), bundle
 
 
 def recommend(

@@ -51,41 +51,30 @@ def apply_mods(
     json_: Json = False,
 ) -> None:
     """Show what mods would change in a model, what they would leave unchanged, and why."""
-    from loka import records
-    from loka.cli.subject import load_subject
-    from loka.cli.train import parse_options
+    import sys
+    from contextlib import redirect_stdout
 
-    subject = load_subject(
-        model,
-        data,
-        batch_size=8,
-        seed=seed,
-        root=data_root,
-        model_options=parse_options(set_),
-        data_options=parse_options(data_option),
-    )
-    applied = _apply(subject, mods)
+    from loka import records
+    from loka.mods import apply
+
+    subject, example = _load(model, data, set_, data_option, data_root, seed)
+    with redirect_stdout(sys.stderr):  # mods run the model, which may be a user's and may print
+        applied = apply(subject.model, mods, example=example, model_name=subject.name)
     if out is not None:
         records.save(applied.summary, out)
     typer.echo(records.to_json(applied.summary).decode() if json_ else str(applied))
 
 
-def _apply(subject: Any, names: str) -> Any:
-    import sys
-    from contextlib import redirect_stdout
-
+def _load(model: str, data: Any, set_: Any, data_option: Any, root: Any, seed: int = 0) -> tuple[Any, Any]:
+    """Open a model, and capture the arguments it is called with on one batch."""
     from loka import mods
+    from loka.cli.subject import load_subject
+    from loka.cli.train import parse_options
 
-    example = _example(subject)
-    with redirect_stdout(sys.stderr):  # mods run the model, which may be a user's and may print
-        return mods.apply(subject.model, names, example=example, model_name=subject.name)
-
-
-def _example(subject: Any) -> Any:
-    from loka import mods
-
+    options, of_data = parse_options(set_), parse_options(data_option)
+    subject = load_subject(model, data, batch_size=8, seed=seed, root=root, model_options=options, data_options=of_data)
     batch = next(subject.stream("train"))
-    return mods.capture_example(subject.model, lambda: subject.loss(batch), stop=True)
+    return subject, mods.capture_example(subject.model, lambda: subject.loss(batch), stop=True)
 
 
 @app.command("suggest")
@@ -113,22 +102,11 @@ def suggest(
                 f"not judged: {mod} for {', '.join(sites)}; what feeds them decides: pass --model and --data", err=True
             )
     else:
-        found = _suggest_for(record, model, data, set_, data_option, data_root)
+        subject, example = _load(model, data, set_, data_option, data_root)
+        found = mods.suggest(record, subject.model, example=example)
     if json_:
         typer.echo(json.dumps([asdict(suggestion) for suggestion in found]))
     else:
         typer.echo("\n".join(map(str, found)) or "nothing to propose")
     if found:
         raise typer.Exit(1)
-
-
-def _suggest_for(record: Any, model: str, data: Any, set_: Any, data_option: Any, root: Any) -> Any:
-    """Suggest mods for a model that can be loaded; it is run once on a batch."""
-    from loka import mods
-    from loka.cli.subject import load_subject
-    from loka.cli.train import parse_options
-
-    options, of_data = parse_options(set_), parse_options(data_option)
-    subject = load_subject(model, data, batch_size=8, root=root, model_options=options, data_options=of_data)
-    example = _example(subject)
-    return mods.suggest(record, subject.model, example=example)

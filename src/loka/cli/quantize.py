@@ -58,15 +58,15 @@ def quantize(
     chosen = recipe if plan is None else records.Plan.load(plan)
     options: dict[str, Any] = {"recipe": chosen, "bound": bound, "widen": widen, "keep": tuple(keep or ())}
     if is_bundle(model):
-        network, summary = quantize_bundle(Path(model), out, options, measured, users, data, data_root, source)
+        split = (data, data_root, source)
+        network, summary = quantize_bundle(Path(model), out, options, users if measured else None, split)
     elif Path(model).exists():
         raise ValueError(
             f"{model} is no recommender (no bundle.json); hint: give a weights file as --weights, with a factory"
         )
     else:
-        network, summary = quantize_network(
-            model, out, options, measured, users, data, loss, weights, seed, data_root, source
-        )
+        opening = {"data": data, "seed": seed, "loss": loss, "root": data_root, "source": source}
+        network, summary = quantize_network(model, out, options, users if measured else None, weights, opening)
     if export is not None:
         export_compressed_tensors(network, summary, export)
     typer.echo(records.to_json(summary.record).decode() if json_ else str(summary))
@@ -76,16 +76,9 @@ def quantize(
 
 
 def quantize_bundle(
-    folder: Path,
-    out: Path,
-    options: dict[str, Any],
-    measured: bool,
-    users: int,
-    data: str | None,
-    root: Path | None,
-    source: Path | None,
-) -> tuple[nn.Module, Summary]:
-    """Quantize a recommender's folder, measured by the likelihood of validation items."""
+    folder: Path, out: Path, options: dict[str, Any], users: int | None, split: tuple[str | None, Path | None, Path | None]
+) -> tuple[nn.Module, Summary]:  # fmt: skip
+    """Quantize a recommender's folder, measured by the likelihood of validation items of so many users, if given."""
     from dataclasses import replace
 
     from loka.inference import load_bundle, save_bundle
@@ -94,32 +87,19 @@ def quantize_bundle(
 
     bundle = load_bundle(folder)
     extra: dict[str, Any] = {}
-    if measured:
-        split = bundle.open_data(data, root=root, source=source).valid
-        extra = {
-            "score": make_likelihood_score(bundle, split, users),
-            "metric": "negative log-likelihood",
-            "progress": tell,
-        }
+    if users is not None:
+        data, root, source = split
+        score = make_likelihood_score(bundle, bundle.open_data(data, root=root, source=source).valid, users)
+        extra = {"score": score, "metric": "negative log-likelihood", "progress": tell}
     summary = quantize_model(bundle.model, **options, **extra)
     save_bundle(replace(bundle, summary=summary), out)
     return bundle.model, summary
 
 
 def quantize_network(
-    model: str,
-    out: Path,
-    options: dict[str, Any],
-    measured: bool,
-    examples: int,
-    data: str | None,
-    loss: str | None,
-    weights: Path | None,
-    seed: int,
-    root: Path | None,
-    source: Path | None,
+    model: str, out: Path, options: dict[str, Any], examples: int | None, weights: Path | None, opening: dict[str, Any]
 ) -> tuple[nn.Module, Summary]:
-    """Quantize a built-in or a user's own model, measured by the loss on its data."""
+    """Quantize a built-in or a user's own model, measured by the loss on so many examples of its data, if given."""
     import torch
 
     from loka.cli.convert import load_weights_from
@@ -133,20 +113,19 @@ def quantize_network(
         raise ValueError(f"--out {out}: this model is written as one file, give a name that ends in .safetensors")
     subject = None
     network: Any
-    if measured or data is not None or ":" not in model:
-        subject = load_subject(model, data, seed=seed, loss=loss, root=root, source=source)
+    if examples is not None or opening["data"] is not None or ":" not in model:
+        subject = load_subject(model, **opening)
         network = subject.model
     else:
         family, _, size = model.partition(":")
         from loka.models import build, names
 
-        torch.manual_seed(seed)
-        network = build(family, size) if family in names() else build_own(model, {}, seed=seed)
+        torch.manual_seed(opening["seed"])
+        network = build(family, size) if family in names() else build_own(model, {}, seed=opening["seed"])
     if weights is not None:
         load_weights_from(network, weights)
     extra: dict[str, Any] = {}
-    if measured:
-        assert subject is not None  # loaded above if measured
+    if subject is not None and examples is not None:
         from loka.cli.probe import make_score
 
         score, _ = make_score(subject, subject.metrics[0], examples)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,7 +95,10 @@ def serve(
             **({} if body is None else {"body": 1024 * body}),
         )  # fmt: skip
         return
+    import logging
+
     from loka.serving import Limits
+    from loka.serving.server import log_to_stderr
 
     server = make_server(
         bundles, options, split=split, salt=salt, shadow=shadow, sla=parse_seconds(sla), host=host, port=port, token_file=token_file,
@@ -102,7 +106,7 @@ def serve(
         limits=Limits() if body is None else Limits(body=1024 * body),
     )  # fmt: skip
     if log != "none":
-        log_lines(every=log == "all")
+        log_to_stderr(logging.INFO if log == "all" else logging.WARNING)
     tell(server, json_)
     server.run()
 
@@ -115,7 +119,8 @@ def make_server(
     from loka.serving import Server
     from loka.serving.opening import open_model
 
-    need_uvicorn()
+    if find_spec("uvicorn") is None:
+        raise ValueError("loka serve needs uvicorn; hint: pip install 'loka[serve]'")
     find_device(options["device"])
     names = name_arms(bundles)
     chosen = parse_split(names, split, salt, shadow)
@@ -128,15 +133,6 @@ def make_server(
         opener=lambda folder: open_model(folder, **options),
         **rest,
     )
-
-
-def log_lines(*, every: bool) -> None:
-    """Send the server's log to stderr."""
-    import logging
-
-    from loka.serving.server import log_to_stderr
-
-    log_to_stderr(logging.INFO if every else logging.WARNING)
 
 
 def tell(server: Server, as_json: bool) -> None:
@@ -262,11 +258,3 @@ def name_arms(bundles: list[Path]) -> list[str]:
             f"the bundles {', '.join(map(str, bundles))} have the same names; hint: give two different folders"
         )
     return names
-
-
-def need_uvicorn() -> None:
-    """Raise ValueError with the install command if uvicorn is missing."""
-    from importlib.util import find_spec
-
-    if find_spec("uvicorn") is None:
-        raise ValueError("loka serve needs uvicorn; hint: pip install 'loka[serve]'")

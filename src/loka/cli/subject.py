@@ -116,6 +116,9 @@ def load_subject(
     progress: Callable[[str, int, int | None], None] | None = None,
 ) -> Subject:
     """Open a model and its data by name, seeded. The names are explained in this module's docstring."""
+    from loka.data import load, load_sequences
+    from loka.models import build, build_ranker
+
     if batch_size < 1 or seed < 0:
         raise ValueError(f"batch_size={batch_size}, seed={seed}: expected at least 1, and not negative")
     family, size = split_name(model)
@@ -125,6 +128,7 @@ def load_subject(
     if progress is not None:
         opening["progress"] = progress
     torch.manual_seed(seed)
+    name = data or DEFAULT_DATA
     if data is not None and ":" in data:
         if data_options or source is not None:
             raise ValueError(f"--data {data} is a callable: it takes no data options and no source")
@@ -135,11 +139,19 @@ def load_subject(
     elif family in SEQUENCE_FAMILIES:
         if loss is not None:
             raise ValueError(f"--loss does not apply to {family}: it predicts the next item")
-        job, network = _open_sequences(family, size, data or DEFAULT_DATA, batch_size, seed, opening, options)
+        sequences = load_sequences(name, **opening)
+        network = build(family, size, items=sequences.n_items + 1, **options)
+        job = SequenceJob(name, sequences, network.config.max_length, batch_size, seed)  # type: ignore[union-attr, arg-type]
+    elif family in NEEDS_CODES:
+        raise ValueError(f"{family} reads semantic ids, which data sets do not contain; give pkg.module:factory")
     else:
-        job, network = _open_ranking(
-            model, family, size, data or DEFAULT_DATA, batch_size, seed, opening, options, loss
-        )
+        opened = load(name, **opening)
+        if family is None:
+            network = build_own(model, options, seed=seed, schema=opened.schema)
+        else:
+            network = build_ranker(opened.schema, family, size, **options)
+        own = model if family is None else None
+        job = RankingJob(name, opened, find_loss(loss), batch_size, seed, own)
     return Subject(model, network.to(place), job, place)
 
 
@@ -174,43 +186,6 @@ def split_name(model: str) -> tuple[str | None, str]:
             "name your own as pkg.module:factory"
         )
     return None, ""
-
-
-def _open_ranking(
-    model: str,
-    family: str | None,
-    size: str,
-    data: str,
-    batch_size: int,
-    seed: int,
-    opening: dict[str, Any],
-    options: dict[str, Any],
-    loss: str | None,
-) -> tuple[Job, nn.Module]:
-    from loka.data import load
-    from loka.models import build_ranker
-
-    if family in NEEDS_CODES:
-        raise ValueError(f"{family} reads semantic ids, which data sets do not contain; give pkg.module:factory")
-    opened = load(data, **opening)
-    if family is None:
-        network = build_own(model, options, seed=seed, schema=opened.schema)
-    else:
-        network = build_ranker(opened.schema, family, size, **options)
-    own = model if family is None else None
-    return RankingJob(data, opened, find_loss(loss), batch_size, seed, own), network
-
-
-def _open_sequences(
-    family: str, size: str, data: str, batch_size: int, seed: int, opening: dict[str, Any], options: dict[str, Any]
-) -> tuple[Job, nn.Module]:
-    from loka.data import load_sequences
-    from loka.models import build
-
-    opened = load_sequences(data, **opening)
-    network = build(family, size, items=opened.n_items + 1, **options)
-    length: int = network.config.max_length  # type: ignore[union-attr, assignment]
-    return SequenceJob(data, opened, length, batch_size, seed), network
 
 
 def move(value: Any, device: torch.device) -> Any:

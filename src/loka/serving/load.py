@@ -249,32 +249,25 @@ async def look(url: str, token: str | None = None) -> dict[str, Any]:
     Returns:
         `live` and `ready`; `status` and `server`, the status and body of `GET /v2`.
     """
-    client, out = _Client(url, token, 4), dict[str, Any]()
+    live, ready, (code, body) = await _get(url, token, "/v2/health/live", "/v2/health/ready", "/v2")
+    return {"live": live[0] == 200, "ready": ready[0] == 200, "status": code, "server": json.loads(body)}
+
+
+async def _get(url: str, token: str | None, *paths: str) -> list[tuple[int, bytes]]:
+    client = _Client(url, token, 1)
     try:
-        for name in ("live", "ready"):
-            out[name] = (await client.ask("GET", f"/v2/health/{name}"))[0] == 200
-        code, body = await client.ask("GET", "/v2")
-        out["status"], out["server"] = code, json.loads(body)
+        return [await client.ask("GET", path) for path in paths]
     except (OSError, asyncio.IncompleteReadError) as error:
         raise ValueError(
             f"{url}: no answer: {error}; hint: is a server running there? loka serve prints its address"
         ) from error
     finally:
         client.close()
-    return out
 
 
 async def describe(url: str, name: str, token: str | None = None) -> dict[str, Any]:
     """Return `GET /v2/models/NAME`, or raise ValueError with the server's message."""
-    client = _Client(url, token, 1)
-    try:
-        code, body = await client.ask("GET", f"/v2/models/{name}")
-    except (OSError, asyncio.IncompleteReadError) as error:
-        raise ValueError(
-            f"{url}: no answer: {error}; hint: is a server running there? loka serve prints its address"
-        ) from error
-    finally:
-        client.close()
+    ((code, body),) = await _get(url, token, f"/v2/models/{name}")
     found = json.loads(body)
     if code != 200:
         raise ValueError(f"{url}: {code}: {found.get('error', {}).get('message', found)}")
