@@ -16,7 +16,7 @@ batches, which is what collective training needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -111,12 +111,7 @@ class BatchStream:
             "position": self._position,
             "batch_size": self._batch_size,
             "drop_last": self._drop_last,
-            "examples": self._order.examples,
-            "shuffle": self._order.shuffle,
-            "seed": self._order.seed,
-            "epoch": self._order.epoch,
-            "rank": self._order.rank,
-            "world": self._order.world,
+            **asdict(self._order),
             "data": self._source.fingerprint(),
         }
 

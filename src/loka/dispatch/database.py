@@ -21,7 +21,7 @@ read. SQLite errors are raised as a ValueError that names the file.
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ class Database:
     def find(self, key: Key, machine: Machine) -> Found:
         """Look up the row of a key for a machine. If none matches, the result says why."""
         m = bucket_of(key.m) if key.m else 0
-        found = self._select(op=key.op, variant=key.variant, m=m, k=key.k, n=key.n, backend=key.backend)
+        found = self._select(**{**asdict(key), "m": m})
         version = machine.versions.get(key.backend)
         reasons = []
         for origin, row in found:

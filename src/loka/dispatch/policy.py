@@ -44,7 +44,7 @@ from loka.dispatch.margin import MARGIN, allow, share_of_margin
 from loka.dispatch.recipe import RECIPES, Recipe, choice_of, recipe_named, way_of
 from loka.dispatch.speed import DatabaseSpeeds, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
-from loka.records import GEMMS, Candidate, Choice, Gemm, Plan, ProbeReport, Site, SitePlan
+from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
 PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
 HIGH = "high"
@@ -204,8 +204,7 @@ def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None)
 def _speed_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str]:
     if policy.min_speedup is None:
         return ["made for accuracy only: no speed was considered"]
-    timed = any(c.speedup for site in report.sites for gemm in site.gemms for c in speeds.options(site, gemm))
-    if timed:
+    if any(c.speedup for site in report.sites for gemm in site.gemms for c in speeds.options(site, gemm)):
         return []
     if isinstance(speeds, DatabaseSpeeds):
         return [
@@ -255,13 +254,9 @@ def _plan_site(
             return _make_site_plan(site, [_choose_overridden(site, gemm, recipe, why, speeds) for gemm in site.gemms])
     if site.kept is not None:
         return _make_site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
-    return _make_site_plan(
-        site,
-        [
-            choose(list(speeds.options(site, gemm)), gemm, policy, site, units, scored=gemm in scored)
-            for gemm in site.gemms
-        ],
-    )
+    options = {gemm: list(speeds.options(site, gemm)) for gemm in site.gemms}
+    choices = [choose(found, gemm, policy, site, units, scored=gemm in scored) for gemm, found in options.items()]
+    return _make_site_plan(site, choices)
 
 
 def _choose_overridden(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -> Choice:
@@ -324,7 +319,7 @@ def _refuse(candidate: Candidate, policy: Policy, site: Site | None, units: int,
     """Return why a candidate is refused, or None."""
     if candidate.refusal is not None:
         return candidate.refusal
-    if scored and policy.recipe == AUTO and candidate.harm is None and not _was_swapped(candidate, site):
+    if scored and policy.recipe == AUTO and candidate.harm is None and _swapped_change(candidate, site) is None:
         why = site.unscored if site is not None and site.unscored else f"{candidate.recipe} was not scored"
         return f"it has no score, while other sites of the model do: {why}; hint: loka.tune swaps it in and measures it"
     if (refusal := _refuse_by_accuracy(candidate, policy, site, units)) is not None:
@@ -341,20 +336,17 @@ def _refuse(candidate: Candidate, policy: Policy, site: Site | None, units: int,
     return None
 
 
-def _was_swapped(candidate: Candidate, site: Site | None) -> bool:
-    """Check whether the metric was measured with this recipe swapped into the forward GEMM."""
-    if site is None or site.metric_change is None:
-        return False
-    return candidate.gemm == "fprop" and site.metric_recipe == candidate.recipe
+def _swapped_change(candidate: Candidate, site: Site | None) -> Interval | None:
+    """Return the change of the metric measured with this recipe swapped into the forward GEMM, if it was."""
+    swapped = site is not None and candidate.gemm == "fprop" and site.metric_recipe == candidate.recipe
+    return site.metric_change if site is not None and swapped else None
 
 
 def _refuse_by_accuracy(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str | None:
     """Return why a candidate is not accurate enough, or None. The module docstring has the rule."""
     harm, margin = candidate.harm, policy.margin
-    if _was_swapped(candidate, site):
-        assert site is not None
-        assert site.metric_change is not None
-        judged = allow(site.metric_change, margin=margin, units=units)
+    if (change := _swapped_change(candidate, site)) is not None:
+        judged = allow(change, margin=margin, units=units)
         if not judged.within:
             return f"swapped in alone it moved the metric by {judged.text}"
         # Not HOPELESS_FROZEN, as `tune(target="serve")` uses: a report has a score only where gradients flowed, that
@@ -386,10 +378,8 @@ def _rank_by_time(candidate: Candidate) -> tuple[float, float]:
 
 def _explain(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str:
     error, harm = candidate.error, candidate.harm
-    if _was_swapped(candidate, site):
-        assert site is not None
-        assert site.metric_change is not None
-        judged = allow(site.metric_change, margin=policy.margin, units=units)
+    if (change := _swapped_change(candidate, site)) is not None:
+        judged = allow(change, margin=policy.margin, units=units)
         reason = f"{candidate.recipe}: swapped in alone it moved the metric by {judged.text}"
         if harm is not None and harm.high > share_of_margin(policy.margin, units):
             reason += f"; this measurement overrides the predicted change of the loss, up to {harm.high:.4%}"

@@ -12,7 +12,7 @@ time.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -63,14 +63,7 @@ def machine_here(environment: Environment | None = None) -> Machine:
 
 def origin_of(environment: Environment) -> Origin:
     """Return the origin of rows measured in an environment."""
-    return Origin(
-        device=environment.device,
-        driver=environment.driver,
-        torch=environment.torch,
-        date=environment.date,
-        commit=environment.commit,
-        loka=environment.loka,
-    )
+    return Origin(**{name: getattr(environment, name) for name in Origin.__struct_fields__})
 
 
 def rows_of_timings(job: SiteJob, timings: Sequence[SiteTiming], versions: dict[str, str]) -> list[PerformanceRow]:
@@ -87,12 +80,7 @@ def was_not_tried(timing: SiteTiming) -> bool:
 def _row_of_timing(job: SiteJob, timing: SiteTiming, versions: dict[str, str]) -> PerformanceRow:
     key = linear_key(job.gemm, timing.candidate, job.m, job.k, job.n, job.weights)
     return PerformanceRow(
-        op=key.op,
-        variant=key.variant,
-        m=key.m,
-        k=key.k,
-        n=key.n,
-        backend=key.backend,
+        **asdict(key),
         version=versions[key.backend],
         microseconds=_round_interval(timing.microseconds),
         speedup=_round_interval(timing.speedup),
@@ -169,8 +157,6 @@ def _reason_to_skip(row: KernelRow, versions: dict[str, str]) -> str | None:
 def shipped() -> Iterator[tuple[str, PerformanceRows]]:
     """Yield the exports that ship with the package, with their file names."""
     folder: Any = files("loka.dispatch") / "measured"
-    if not folder.is_dir():
-        return
     for file in sorted(folder.iterdir(), key=lambda f: str(f.name)):
         if file.name.endswith(".json"):
             yield file.name, from_json(file.read_bytes(), PerformanceRows, source=file.name)

@@ -13,7 +13,7 @@ tuned. Without a GPU, or if nothing is to be measured and no row is known, the o
 
 import sqlite3
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -229,8 +229,7 @@ class _Race:
         for way, check in checks.items():
             key = self._key(*way)
             rows[way] = PerformanceRow(
-                op=key.op, variant=key.variant, m=key.m, k=key.k, n=key.n, backend=key.backend,
-                version=self.machine.versions[key.backend], refusal=None if check else check.reason,
+                **asdict(key), version=self.machine.versions[key.backend], refusal=None if check else check.reason,
                 microseconds=times[way].microseconds() if way in times else None,
                 conformance=check.error if check else None, tolerance=check.tolerance,
             )  # fmt: skip
