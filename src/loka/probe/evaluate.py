@@ -175,14 +175,15 @@ def judge_errors(outcome: Outcome, gemm: Gemm, judged_on: Sequence[Source]) -> C
     if outcome.refusal is not None:
         return bare
     measured = [
-        replace(_copy_errors(bare, entry), errors=outcome.errors)
+        replace(copy_errors(bare, entry), errors=outcome.errors)
         for entry in outcome.errors
         if entry.source in judged_on
     ]
     return max(measured, key=lambda c: error.high if (error := c.error) else 0.0)
 
 
-def _copy_errors(bare: Candidate, entry: DistributionError) -> Candidate:
+def copy_errors(bare: Candidate, entry: DistributionError) -> Candidate:
+    """Return a candidate with the errors measured on one source of operands."""
     return replace(
         bare,
         distribution=entry.source,

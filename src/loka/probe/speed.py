@@ -102,7 +102,7 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
     sets = [_make_set(call, backend, seed, device) for seed in range(sets_needed(2 * (m * k + k * n + m * n), device))]
     few = min(m, JUDGED_ROWS)
     first = sets[0]
-    laws = {"bf16": law_of_values(first.a[:few], first.b), "bare": law_of_values(first.left[:few], first.right)}
+    laws = {"bf16": law_of_values(first.a[:few], first.b), "bare": law_of_values(*first.exact(few))}
     allowed = {"bf16": baseline_tolerance(torch.bfloat16, k), "bare": tolerance(call)}
     rivals = []
     for name, law in laws.items():
@@ -128,13 +128,9 @@ class _Set:
     qb: QTensor
     thunks: dict[str, Thunk]
 
-    @property
-    def left(self) -> Tensor:
-        return self.qa.dequantize()
-
-    @property
-    def right(self) -> Tensor:
-        return self.qb.dequantize()
+    def exact(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the values of the quantized operands: some rows of a, and b."""
+        return self.qa.dequantize()[:rows], self.qb.dequantize()
 
 
 def _make_set(call: MatmulCall, backend: Backend, seed: int, device: torch.device) -> _Set:

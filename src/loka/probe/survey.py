@@ -18,7 +18,7 @@ from loka.lowp.chain_trace import operand_specs
 from loka.measure.site import SiteTiming, Weights
 from loka.probe.cause import MODS, find_causes, operands_from
 from loka.probe.engine import Engine
-from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
+from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources, copy_errors
 from loka.probe.offset import find_offsets
 from loka.probe.score import GIVEN_SCALES, operands_of
 from loka.probe.speed import TimingKey, explain_slow, time_candidates
@@ -184,18 +184,8 @@ def chain_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
         operands, found = operands_of(recipe, gemm), watch.tally.harm(gemm, recipe)
         if operands is not None and found is not None:
             a, b = str(operands.a), str(operands.b)
-            candidates.append(
-                Candidate(
-                    gemm=gemm,
-                    recipe=recipe,
-                    backend="reference",
-                    a=a,
-                    b=b,
-                    harm=found[0],
-                    drift=found[1],
-                    speed_note=IN_CHAIN,
-                )
-            )
+            made = Candidate(gemm=gemm, recipe=recipe, backend="reference", a=a, b=b, speed_note=IN_CHAIN)
+            candidates.append(replace(made, harm=found[0], drift=found[1]))
     return candidates
 
 
@@ -207,26 +197,13 @@ def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
     at = next(number for number, linear in enumerate(chain.linears) if linear is watch.module)
     a, b = (str(spec) for spec in operand_specs(chain, at)[gemm])
     made = Candidate(gemm=gemm, recipe=CHAIN, backend=chain.precision.gemm_backend, a=a, b=b, speed_note=IN_CHAIN)
-    errors, harm = watch.own.errors(gemm, watch.reservoir.kept), watch.own.harm(gemm)
+    errors = watch.own.errors(gemm, watch.reservoir.kept)
     if isinstance(errors, str):
         return [replace(made, refusal=errors, speed_note=None)]
     if errors is None:
         return []
-    return [
-        replace(
-            made,
-            distribution="rows",
-            samples=errors.samples,
-            mere=errors.mere,
-            relative_l2=errors.relative_l2,
-            sqnr_db=None if errors.sqnr_db is None else errors.sqnr_db.value,
-            saturated=errors.saturated.value,
-            underflowed=errors.underflowed.value,
-            errors=[errors],
-            harm=None if harm is None else harm[0],
-            drift=None if harm is None else harm[1],
-        )
-    ]
+    harm, drift = watch.own.harm(gemm) or (None, None)
+    return [replace(copy_errors(made, errors), errors=[errors], harm=harm, drift=drift)]
 
 
 def _judge_in_chain(watch: Watch, running: GemmVerdict, alone: GemmVerdict) -> GemmVerdict:

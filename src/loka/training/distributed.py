@@ -26,7 +26,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -43,7 +42,7 @@ from loka.comms.placement import clock_of, wire_of
 from loka.data.batch import Jagged
 from loka.nn.tables import Table
 from loka.records import Conversion, Plan, to_json
-from loka.training.checkpoint import find_checkpoints, prune, read_best, remove_leftovers, step_of, write_best
+from loka.training.checkpoint import prune, read_best, remove_leftovers, step_of, write_best
 from loka.training.config import TrainConfig
 from loka.training.result import NonFiniteLossError, TrainResult
 from loka.training.sequence import SequenceTask
@@ -232,21 +231,12 @@ class DistributedTrainer(Trainer):
     def _start(self, resume: bool, fallback: bool) -> None:
         if fallback:
             raise ValueError("a distributed checkpoint is complete or does not exist: there is no fallback to ask for")
-        found = [] if self.folder is None else find_checkpoints(self.folder)
-        if resume and self.folder is None:
-            raise ValueError("resume needs the folder of the run: pass out=")
-        if found and not resume and self.step == 0:
-            raise ValueError(
-                f"{self.folder} already holds {found[-1].name}; expected a new folder; hint: --resume (resume=True) continues that run"
-            )
+        found = self._find_checkpoints(resume)
         self._reseed()
         if found:
             self._restore(found[-1])
         elif self.folder is not None and self.ranks.rank == 0:
             remove_leftovers(self.folder)
-        for callback in self.callbacks:
-            callback.on_start(self)
-        self._window_start = time.perf_counter()
 
     def _train_step(self) -> None:
         self.clock.step = self.step

@@ -112,6 +112,9 @@ class Trainer:
             compiled(self.module, self.config.compile, self.device) as self.compile_choice,
         ):
             self._start(resume, fallback)
+            for callback in self.callbacks:
+                callback.on_start(self)
+            self._window_start = time.perf_counter()
             try:
                 self._run()
                 if self._saver is not None:
@@ -152,7 +155,8 @@ class Trainer:
                 world=self.ranks.world,
             )
 
-    def _start(self, resume: bool, fallback: bool) -> None:
+    def _find_checkpoints(self, resume: bool) -> list[Path]:
+        """Return the checkpoints to resume from. Those of another run are an error."""
         found = [] if self.folder is None else find_checkpoints(self.folder)
         if resume and self.folder is None:
             raise ValueError("resume needs the folder of the run: pass out=")
@@ -160,6 +164,10 @@ class Trainer:
             raise ValueError(
                 f"{self.folder} already holds {found[-1].name}; expected a new folder; hint: --resume (resume=True) continues that run"
             )
+        return found
+
+    def _start(self, resume: bool, fallback: bool) -> None:
+        found = self._find_checkpoints(resume)
         if self.folder is not None and self.ranks.rank == 0:
             self._saver = Saver(self.folder, keep=self.config.keep)
         if self.step == 0:
@@ -167,9 +175,6 @@ class Trainer:
             if found:
                 self._resumed_from, self._damaged = restore_newest(self, found, fallback=fallback)
                 self._saved_step = self._resumed_from
-        for callback in self.callbacks:
-            callback.on_start(self)
-        self._window_start = time.perf_counter()
 
     def _run(self) -> None:
         config = self.config
