@@ -100,6 +100,36 @@ def test_one_graph(name: str, serving: bool) -> None:
         found.square().mean().backward()
 
 
+class Several(nn.Module):
+    """Chains with every activation, and a linear that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        acts = (nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.LeakyReLU(0.2), nn.Sequential(nn.LayerNorm(64), nn.ReLU()))
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), act, nn.Linear(64, 64)) for act in (*acts, acts[0]))  # fmt: skip
+        self.twice, self.top = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.stack([tower(x) for tower in self.towers]).sum(0)
+        return self.top(self.twice(h) * self.twice(x))
+
+
+def test_training_with_dynamic_shapes() -> None:
+    """To torch.compile(dynamic=True) numbers of objects and modules are variables, which two autograd functions cannot share."""
+    torch.manual_seed(0)
+    model, x = Several(), torch.randn(16, 64)
+    loka.convert(model, loka.placing.plan_everything(model, x, linears=64))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (16, 16, 7):
+        gradients = []
+        for run in (model, compiled):
+            model.zero_grad()
+            run(x[:rows]).square().mean().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 0.05
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("serving", [False, True], ids=["train", "serve"])
 @pytest.mark.parametrize("name", MODELS)

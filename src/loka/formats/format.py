@@ -36,7 +36,6 @@ class Format:
         exponent_bits: 0 for an integer format.
         mantissa_bits: explicit ones, without the leading 1.
         bias: of the exponent.
-        max: largest finite magnitude.
         dtype: that `encode` returns.
         has_nan: whether it has NaN.
         has_inf: whether it has infinity.
@@ -50,7 +49,6 @@ class Format:
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    max: float
     dtype: torch.dtype
     has_nan: bool
     has_inf: bool
@@ -60,6 +58,15 @@ class Format:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def max(self) -> float:
+        """Return the largest finite magnitude.
+
+        Literals, because torch.compile(dynamic=True) makes a variable of every number that it finds in an object or a
+        module, and fails if two autograd functions read the same one.
+        """
+        return {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0, "int8": 127.0, "int4": 7.0}[self.name]
 
     @property
     def is_integer(self) -> bool:
@@ -85,11 +92,11 @@ class Format:
         return self.name
 
 
-E4M3 = Format("e4m3", 4, 3, 7, 448.0, torch.float8_e4m3fn, has_nan=True, has_inf=False)
-E5M2 = Format("e5m2", 5, 2, 15, 57344.0, torch.float8_e5m2, has_nan=True, has_inf=True)
-E2M1 = Format("e2m1", 2, 1, 1, 6.0, torch.uint8, has_nan=False, has_inf=False)
-INT8 = Format("int8", 0, 7, 0, 127.0, torch.int8, has_nan=False, has_inf=False)
-INT4 = Format("int4", 0, 3, 0, 7.0, torch.int8, has_nan=False, has_inf=False)
+E4M3 = Format("e4m3", 4, 3, 7, torch.float8_e4m3fn, has_nan=True, has_inf=False)
+E5M2 = Format("e5m2", 5, 2, 15, torch.float8_e5m2, has_nan=True, has_inf=True)
+E2M1 = Format("e2m1", 2, 1, 1, torch.uint8, has_nan=False, has_inf=False)
+INT8 = Format("int8", 0, 7, 0, torch.int8, has_nan=False, has_inf=False)
+INT4 = Format("int4", 0, 3, 0, torch.int8, has_nan=False, has_inf=False)
 
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, INT8, INT4)}
 

@@ -30,7 +30,16 @@ from torch import Tensor
 from loka.formats.format import E4M3, Format, decode, encode, power_of_two, round_to
 from loka.formats.spec import TENSOR, WHOLE, Block, Spec
 
-SMALLEST_SCALE = 2.0**-126  # smallest normal float32: its reciprocal is finite, and no flush-to-zero turns it into 0
+
+def smallest_scale() -> float:
+    """Return the smallest normal float32: its reciprocal is finite, and no flush-to-zero turns it into 0.
+
+    For code that torch.compile traces: a literal is a constant there, see `Format.max`; SMALLEST_SCALE is not.
+    """
+    return 2.0**-126
+
+
+SMALLEST_SCALE = smallest_scale()
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +235,7 @@ def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
     if spec.scale == "e4m3":
         raise ValueError(f"{spec} has two levels of scales; hint: quantize makes both")
     amax = _to_float32(amax)
-    scale = _divide(amax, spec.format.max).clamp(min=SMALLEST_SCALE)
+    scale = _divide(amax, spec.format.max).clamp(min=smallest_scale())
     if spec.scale in ("pow2", "e8m0"):
         scale = _round_up_to_power_of_two(scale)
     scale = torch.where(amax > 0, scale, torch.ones_like(scale))
@@ -249,7 +258,7 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
 def _two_level_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Return NVFP4's E4M3 block scales and float32 tensor scale, whose product is at least SMALLEST_SCALE."""
     total = amax.amax() if amax.numel() else amax.new_zeros(())
-    outer = _divide(total, format.max * E4M3.max).clamp(min=SMALLEST_SCALE / E4M3.smallest_subnormal)
+    outer = _divide(total, format.max * E4M3.max).clamp(min=smallest_scale() / E4M3.smallest_subnormal)
     outer = torch.where(total > 0, outer, torch.ones_like(outer))
     inner = round_to(_divide(amax, format.max) / outer, E4M3).clamp(min=E4M3.smallest_subnormal)
     return torch.where(amax > 0, inner, torch.ones_like(inner)), outer
@@ -314,7 +323,7 @@ def quantize(
     else:
         scale = _check_given_scale(scale, x, spec)
     multiplier = scale if tensor_scale is None else scale * tensor_scale
-    inverse = expand_scale(1.0 / multiplier.clamp(min=SMALLEST_SCALE), x.shape, spec.block)
+    inverse = expand_scale(1.0 / multiplier.clamp(min=smallest_scale()), x.shape, spec.block)
     scaled = x * inverse
     if spec.mode != "dynamic":  # with a small given scale a finite x may overflow float32: saturate instead of Inf
         scaled = torch.where(x.abs() < torch.inf, scaled.clamp(-spec.format.max, spec.format.max), x)

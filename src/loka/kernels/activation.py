@@ -61,10 +61,11 @@ def activation_slope(z: Tensor, name: str, slope: float = LEAK, *, from_output: 
     if name == "hard_swish":
         return torch.where(z <= -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0)).to(z.dtype)
     if name == "gelu":
-        density = torch.exp(-0.5 * z.square()) * (1 / math.sqrt(2 * math.pi))
+        # literals: to torch.compile(dynamic=True), math.pi is a variable (see `loka.formats.Format.max`)
+        density = torch.exp(-0.5 * z.square()) * 0.3989422804014327  # 1 / sqrt(2 pi)
         return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * density
     if name == "gelu_tanh":
-        factor = 2 * math.sqrt(2 / math.pi)  # tanh(u) = 2 sigmoid(2u) - 1
+        factor = 1.5957691216057308  # 2 sqrt(2 / pi), from tanh(u) = 2 sigmoid(2u) - 1
         s = torch.sigmoid(factor * (z + 0.044715 * z**3))
         return s + z * s * (1 - s) * factor * (1 + 3 * 0.044715 * z.square())
     if name in ("tanh", "sigmoid"):

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka.formats import E4M3, E5M2, SMALLEST_SCALE, TENSOR, QTensor, Spec, scale_from_amax, scale_shape
+from loka.formats import E4M3, E5M2, TENSOR, QTensor, Spec, scale_from_amax, scale_shape
 from loka.formats import quantize as reference_quantize
+from loka.formats.quantize import smallest_scale
 from loka.formats.spec import WHOLE
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.quantize.call import QuantizeCall, check_scale
@@ -94,7 +95,7 @@ def _quantize(x: Tensor, spec: Spec, scale: Tensor | None, *, align: bool = True
     else:
         made = scale.detach().to(x.device, torch.float32).reshape(high, 1, broad, 1)
     largest = spec.format.max
-    scaled = (blocks * (1.0 / made.clamp(min=SMALLEST_SCALE))).clamp(-largest, largest)
+    scaled = (blocks * (1.0 / made.clamp(min=smallest_scale()))).clamp(-largest, largest)
     special = blocks if spec.format.has_inf else torch.full_like(blocks, torch.nan)
     values = torch.where(finite, scaled, special).reshape(wide.shape)
     values = _pad_columns(values) if align else values
