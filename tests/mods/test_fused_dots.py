@@ -153,7 +153,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many pairs each call of the kernel had."""
     calls: list[int] = []
     real = fused_dots.multiply_pairs
-    monkeypatch.setattr(fused_dots, "multiply_pairs", lambda x, i, j: (calls.append(i.shape[0]), real(x, i, j))[1])
+    monkeypatch.setattr(
+        fused_dots, "multiply_pairs", lambda x, i, j, head=None: (calls.append(i.shape[0]), real(x, i, j, head))[1]
+    )
     return calls
 
 
@@ -303,3 +305,53 @@ def test_without_an_example_nothing_is_guessed() -> None:
     done = mods.apply(make(by_bmm)[0], "fused_dots")
     assert not done.summary.changed
     assert "not known" in done.summary.left[0].why
+
+
+class Joining(nn.Module):
+    """A DLRM's interaction: the dense vector in front of the sparse ones, which may be written to afterwards."""
+
+    def __init__(self, write: str = "") -> None:
+        super().__init__()
+        self.dense, self.write = nn.Linear(5, D), write
+        first, second = torch.triu_indices(N, N, 1)
+        self.register_buffer("first", first)
+        self.register_buffer("second", second)
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        sparse = sparse * 1 if self.write else sparse
+        x = torch.cat([self.dense(dense)[:, None], sparse], 1)
+        if self.write == "seen":
+            sparse.mul_(3)
+        elif self.write == "only by the compiler":
+            torch._foreach_mul_([sparse], 3)
+        products = torch.bmm(x, x.transpose(1, 2))[:, self.first, self.second]
+        return torch.cat([products, sparse.flatten(1)], 1) if self.write else products
+
+
+def joined_step(run: nn.Module, autocast: bool, rows: int = 6) -> tuple[Tensor, Tensor, bool]:
+    """The output, the gradient of the sparse vectors, and whether it left the model contiguous."""
+    generator = torch.Generator().manual_seed(2)
+    dense, leaf = torch.randn(rows, 5, generator=generator), torch.randn(rows, N - 1, D, generator=generator)
+    leaf.requires_grad_()
+    sparse, seen = leaf * 1, []
+    sparse.register_hook(seen.append)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = run(dense, sparse)
+    y.float().square().sum().backward()
+    return y.detach(), leaf.grad, seen[0].is_contiguous()
+
+
+@pytest.mark.parametrize("write", ["", "seen", "only by the compiler"])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_compiled_training_multiplies_the_parts_of_a_concatenation(autocast: bool, write: str) -> None:
+    torch.manual_seed(0)
+    model = Joining(write)
+    expected, gradient, _ = joined_step(model, autocast)
+    mods.apply(model, "fused_dots", example=(torch.randn(6, 5), torch.randn(6, N - 1, D)))
+    for run in (model, torch.compile(model), torch.compile(model, backend="aot_eager")):
+        found, slope, contiguous = joined_step(run, autocast)
+        tolerance = 2e-2 if autocast else 1e-5
+        torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+        assert float((slope - gradient).norm() / gradient.norm()) < tolerance
+    if autocast and not write:  # inductor removes the cast of this backend, which computes in float32
+        assert contiguous, "a cast comes last, so that nobody has to copy the gradient"

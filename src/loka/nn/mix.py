@@ -131,9 +131,10 @@ class FeatureMix(nn.Module):
 def multiply_pairs(x: Tensor, first: Tensor, second: Tensor, head: Tensor | None = None) -> Tensor:
     """Return products [B, P] of pairs of vectors of x [B, n, d]: `torch.bmm(x, x.mT)[:, first, second]` in one kernel.
 
-    `head` are vectors to put before those of x. The dtype is autocast's if enabled.
+    `head` are vectors to put before those of x. The dtype is autocast's if enabled, else that of their concatenation.
     """
-    x = x.to(compute_dtype(x))
+    dtype = compute_dtype(x) if head is None else torch.promote_types(compute_dtype(x), compute_dtype(head))
+    x = x.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         return dots(x, first, second, head=None if head is None else head.to(x.dtype))
 
