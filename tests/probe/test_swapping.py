@@ -32,6 +32,14 @@ def around(value: float, width: float) -> Interval:
     return Interval(value=value, low=value - width, high=value + width)
 
 
+def test_a_module_that_is_frozen_in_a_training_model_stays_in_eval_mode(small: Small) -> None:
+    small.train()
+    small.first.eval()
+    swap(small, [Switchable("first", lambda: None, lambda: None)], batches(8), losses)
+    measure_sensitivity(small, ["last"], lambda model: (torch.cat([losses(model, b) for b in batches(4)]), None))
+    assert [small.training, small.first.training, small.last.training] == [True, False, True]
+
+
 def test_the_unit_that_hurts_is_vetoed_and_the_model_left_alone(small: Small) -> None:
     before = {k: v.clone() for k, v in small.state_dict().items()}
     state = torch.random.get_rng_state()

@@ -16,7 +16,6 @@ value between two FP8 numbers may round to the other one.
 import contextlib
 import json
 import logging
-import os
 import re
 import tempfile
 import warnings
@@ -44,6 +43,7 @@ from loka.formats import relative_l2
 from loka.kernels import registry
 from loka.measure.device import device_of
 from loka.nn.wrapping import is_scripted, unwrap
+from loka.records import write_atomically
 from loka.units.example import call_model, try_example
 
 Format = Literal["aoti", "onnx"]
@@ -152,7 +152,7 @@ def export(
         finally:
             if isinstance(run, Tried):
                 run.close()
-        _move(made, target)
+        write_atomically(target, made.read_bytes())
     return Exported(target, kind, shapes, outputs, written, difference, rows)
 
 
@@ -395,14 +395,3 @@ def _differ(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def _widest(t: Tensor) -> Tensor:
     t = t.detach().cpu()
     return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double()
-
-
-def _move(made: Path, target: Path) -> None:
-    """Move a file atomically, also across file systems."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(made.read_bytes())
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)

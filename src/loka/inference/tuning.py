@@ -35,6 +35,7 @@ from loka.measure.grouped import LoadedCall
 from loka.measure.rounding import judge_near
 from loka.measure.site import SiteJob
 from loka.records.performance import PerformanceRow
+from loka.records.prose import spell_error
 
 ROLES = ("query", "cross_out", "qkv", "self_out")
 EXPERTS = "experts"
@@ -263,7 +264,7 @@ class _Race:
         try:
             out = _run_experts(f.on(name, fused=fused), x, sorting.offsets, self.dtype)
         except Exception as failure:  # recorded as the reason; a failing backend must not break the engine
-            return Conformance(False, float("inf"), TOLERANCE, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")  # fmt: skip
+            return Conformance.failed(spell_error(failure), TOLERANCE)
         return judge_near(out, expected.double(), TOLERANCE, what="the layer")
 
 

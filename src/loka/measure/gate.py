@@ -58,6 +58,7 @@ from loka.measure.conformance import (
     poisoned_allocations,
 )
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
+from loka.records.prose import spell_error
 
 KEPT = 1 << 25  # elements of exact results cached between rounds
 ANSWERS = 4096
@@ -155,8 +156,7 @@ def _judge_cached(key: tuple[Any, ...], judge: Callable[[], Conformance], subjec
         try:
             verdict = judge()
         except Exception as error:  # a backend that raises fails the check
-            message = " ".join(str(error).split())[:300]
-            verdict = Conformance(False, math.inf, 0.0, f"{type(error).__name__}: {message}", raised=True)
+            verdict = Conformance(False, math.inf, 0.0, spell_error(error), raised=True)
         if len(_ANSWERS) >= ANSWERS:
             _ANSWERS.clear()
         known = _ANSWERS[key] = (verdict, subject)

@@ -46,6 +46,7 @@ from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
 from loka.measure.timing import BASELINE, Contender, Thunk, sets_needed, time_capturable
 from loka.records import GEMMS, Gemm, Interval
+from loka.records.prose import spell_error
 
 Weights = Literal["dynamic", "cached"]
 OURS = ("torch", "triton", "reference")  # these fail with an exception; all others run in a child process
@@ -243,7 +244,7 @@ def _check_candidate(
             }
         errors = {name: _errors(job, candidate, _draw(job, 1, name, device)) for name in distributions}
     except Exception as raised:  # a failing backend must not stop the others
-        return {"refusal": f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"}
+        return {"refusal": spell_error(raised)}
     return {"error": checked.error, "tolerance": checked.tolerance, "errors": errors}
 
 
@@ -290,7 +291,7 @@ def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: tor
             racers.append(Contender(_label(c), [_thunk(job, c, pair) for pair in pairs], checked))
         timings, refused = time_capturable(racers, device, repeats)
     except Exception as error:  # out of memory, or a wrong baseline: nothing of this job can be timed
-        reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"not timed: {spell_error(error)}"
         timings, refused = {}, dict.fromkeys([BASELINE, *(_label(c) for c, _ in green)], reason)
     baseline = asdict(timings[BASELINE].microseconds()) if BASELINE in timings else None
     for candidate, answer in green:

@@ -3,12 +3,14 @@
     unwrap(model)         the module inside DistributedDataParallel, torch.compile, TorchRec's DistributedModelParallel
     plain_name(name)      a module's or parameter's name without the segments that wrappers add
     named_sites(model)    every module under its plain name, so that plans fit wrapped and unwrapped models alike
+    in_eval(model)        a block in eval mode, after which every module is in its own mode again
 
 FSDP2 (`fully_shard`) changes classes in place and adds no names, so there is nothing to unwrap. FSDP1 flattens
 parameters, which hides the weights, and is not supported.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     while (inner := _wrapped_by(model)) is not None:
         model = inner
     return model
+
+
+@contextmanager
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """Run a block in eval mode, and restore the mode of every module: a frozen batch norm stays in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _wrapped_by(model: nn.Module) -> nn.Module | None:

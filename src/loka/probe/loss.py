@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from loka.lowp.chain import SEES_CHAINS
 from loka.probe.rows import choose_rows, take_rows
 from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
+from loka.records.prose import spell_error
 
 MAX_OUTPUTS = 8  # at most this many tensors of an output are used
 MAX_ROWS = 4096  # ... and this many rows of each
@@ -53,7 +54,7 @@ class LossWatch:
 
     def switch_off(self, error: BaseException) -> None:
         """Stop recording and store the reason."""
-        self.off = f"the model's output is not looked at: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.off = f"the model's output is not looked at: {spell_error(error)}"
         self._pending = {}
 
     def see_forward(self, x: Tensor, right: Tensor | None, needs_dgrad: bool, **_: Any) -> int:

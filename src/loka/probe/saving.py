@@ -4,8 +4,8 @@ After a crash the last complete file remains. Training waits only for the copy. 
 save waits for the first. An error in the thread is raised by the next save, or by `wait`.
 """
 
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -21,30 +21,25 @@ class Saver:
     """Writes states in the background."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pending: Future[None] | None = None
 
     def save(self, state: Mapping[str, Tensor], path: str | Path) -> None:
         """Start writing. The tensors must not be modified afterwards."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(dict(state), Path(path)), name="loka-probe-save")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, "loka-probe-save")
+        self._pending = thread.submit(_write, dict(state), Path(path))
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises ValueError if a write failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
+        pending, self._pending = self._pending, None
+        if pending is not None and (error := pending.exception()) is not None:
             raise ValueError(f"the probe's state could not be saved: {error}") from error
 
-    def _write(self, state: dict[str, Tensor], path: Path) -> None:
-        try:
-            with replacing(path) as temporary:
-                save_file(state, temporary, metadata={"format": FORMAT})
-        except BaseException as error:
-            self._error = error
+
+def _write(state: dict[str, Tensor], path: Path) -> None:
+    with replacing(path) as temporary:
+        save_file(state, temporary, metadata={"format": FORMAT})
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:

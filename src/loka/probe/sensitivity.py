@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from loka.dispatch import recipe_named
 from loka.dispatch.margin import allow
 from loka.kernels.scaled_mm import GemmWay
-from loka.nn.wrapping import named_sites
+from loka.nn.wrapping import in_eval, named_sites
 from loka.probe.engine import Engine
 from loka.probe.paired import compare_losses
 from loka.probe.report import Report
@@ -211,9 +211,5 @@ def _compare(model: nn.Module, recipes: SiteRecipes, score: Score, baseline: Sco
 
 @torch.no_grad()
 def _score(model: nn.Module, score: Score) -> Scored:
-    training = model.training
-    model.eval()
-    try:
+    with in_eval(model):
         return score(model)
-    finally:
-        model.train(training)

@@ -26,9 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from loka.dispatch.margin import MARGIN, allow
+from loka.nn.wrapping import in_eval
 from loka.probe.paired import Losses, gather, has_drifted, spell_change
 from loka.probe.progress import Progress, telling
 from loka.records import Interval
+from loka.records.prose import spell_error
 
 Metric = Callable[[nn.Module, Any], Tensor]
 
@@ -143,7 +145,7 @@ def swap(
                     baseline, ids, seed=seed, method="auto"
                 )
             except Exception as error:  # a unit that cannot run must not stop the others
-                failed[unit.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                failed[unit.name] = spell_error(error)
         able = [unit for unit in units if unit.name in alone]
         both = None
         if together and len(able) > 1:
@@ -169,15 +171,10 @@ def _measure(model: nn.Module, units: Sequence[Switchable], held: Sequence[Any],
 
 
 def _losses(model: nn.Module, held: Sequence[Any], metric: Metric) -> Losses:
-    training = model.training
     devices = [next(model.parameters()).device] if any(p.is_cuda for p in model.parameters()) else []
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            torch.manual_seed(0)
-            found = gather([metric(model, batch).detach() for batch in held])
-    finally:
-        model.train(training)
+    with in_eval(model), torch.no_grad(), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        found = gather([metric(model, batch).detach() for batch in held])
     if found.values.numel() < 2:
         raise ValueError(
             f"the metric gave {found.values.numel()} number(s): expected one per example, e.g. a loss without reduction"

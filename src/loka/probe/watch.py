@@ -46,6 +46,7 @@ from loka.probe.source import Source
 from loka.probe.tally import Tally
 from loka.probe.weights import is_sharded, read_weight, shape_of_weight, why_kept
 from loka.records import GEMMS, Gemm, Role, TensorStats
+from loka.records.prose import spell_error
 
 WEIGHT_EVERY = 10
 SCORED_KINDS = ("linear", "mixed")
@@ -164,7 +165,7 @@ class Watch:
 
     def switch_off(self, doing: str, error: BaseException) -> None:
         """Disable the site and record why."""
-        self.off = f"switched off while {doing}: {_describe_error(error)}"
+        self.off = f"switched off while {doing}: {spell_error(error)}"
         self.on, self._pending, self._ungraded = False, {}, []
 
     def see_forward(
@@ -361,7 +362,7 @@ class Watch:
         try:
             self._score(look, step, loss_of)
         except Exception as error:  # the site's other data remains valid
-            self.unscored = f"scoring failed: {_describe_error(error)}"
+            self.unscored = f"scoring failed: {spell_error(error)}"
 
     def _measure_own(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """Measure the error of a link of a chain in this call, as it actually ran."""
@@ -371,7 +372,7 @@ class Watch:
             loss = None if loss_of is None else loss_of(look.call)
             self.own.see(look, look.weight, loss, step)
         except Exception as error:
-            self.unscored = f"the chain's own way was not measured: {_describe_error(error)}"
+            self.unscored = f"the chain's own way was not measured: {spell_error(error)}"
 
     def _score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """Score what every recipe would have done to the loss in this call."""
@@ -487,10 +488,6 @@ class Watch:
         self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen
         self.largest, self.steps = max(self.largest, largest), max(self.steps, steps)
         self.needs_dgrad |= bool(dgrad)
-
-
-def _describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _select_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

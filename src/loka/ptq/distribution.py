@@ -12,6 +12,7 @@ percent to zero, "ranker-like" if some weight is as large as a ranker's, otherwi
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from loka.formats import Block, Spec, block_amax, expand_scale, quantize, underflowed_fraction
 from loka.nn import FeatureMix
+from loka.nn.wrapping import in_eval
 from loka.ptq.modules import Site
 from loka.records import GroupRange, LayerStats, Likeness, ModelStats, Reference
 
@@ -123,7 +125,7 @@ def _observe_activations(model: nn.Module, run: Callable[[nn.Module], Any]) -> l
 
     seen: dict[str, Any] = {}
     first: dict[str, Tensor] = {}
-    hooks = []
+    hooks = ExitStack()
     for name, module in model.named_modules():
         if isinstance(module, Site | FeatureMix):
 
@@ -133,15 +135,9 @@ def _observe_activations(model: nn.Module, run: Callable[[nn.Module], Any]) -> l
                     seen[name], first[name] = Statistics(rows.shape[1], rows.device), rows[:4096].clone()
                 seen[name].update(rows)
 
-            hooks.append(module.register_forward_pre_hook(observe))
-    training = model.training
-    model.eval()
-    try:
+            hooks.callback(module.register_forward_pre_hook(observe).remove)
+    with hooks, in_eval(model):
         run(model)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
     return [_finish(n, "activation", list(first[n].shape), s, first[n]) for n, s in seen.items()]
 
 

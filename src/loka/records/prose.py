@@ -1,4 +1,4 @@
-"""Plans as readable text: summaries, the differences between two plans, and why a site runs what it runs."""
+"""Plans as readable text: summaries, the differences between two plans, and why a site runs what it runs; errors."""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,11 @@ _SETTINGS = (
     "model", "recipe", "target", "weights", "max_error", "max_gradient_error", "min_speedup", "max_metric_change",
     "margin", "mods",
 )  # fmt: skip
+
+
+def spell_error(error: BaseException) -> str:
+    """Describe an exception in one line of at most 300 characters of its message, for reasons in records."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def spell(choice: "Choice") -> str:

@@ -26,6 +26,8 @@ from typing import Any
 
 import msgspec
 
+from loka.records import write_atomically
+
 REMEMBERED = 200_000  # recent request ids that a process keeps, to recognize repeated ones
 
 
@@ -86,9 +88,7 @@ class EventLog:
         described = {"arms": list(split.names), "shares": list(split.shares), "salt": split.salt}
         header, own = self.folder / "experiment.json", f"{platform.node()}-{os.getpid()}-{time.time_ns()}"
         if not header.exists():  # replicas start together, so the file must appear atomically
-            draft = self.folder / f".experiment-{own}"
-            draft.write_bytes(msgspec.json.encode(described))
-            draft.replace(header)
+            write_atomically(header, msgspec.json.encode(described))
         if msgspec.json.decode(header.read_bytes()) != described:
             raise ValueError(f"{header} is of another experiment; hint: use one folder per experiment, or remove it")
         self._file = (self.folder / f"events-{own}.jsonl").open("ab", buffering=0)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,31 +238,25 @@ class Saver:
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.last: Path | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pending: Future[None] | None = None
         remove_leftovers(folder)
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing; first wait for the previous write and raise its error."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending = thread.submit(self._write, snapshot)
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait until nothing is being written, and raise what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        pending, self._pending = self._pending, None
+        if pending is not None and (error := pending.exception()) is not None:
             raise RuntimeError(f"a checkpoint could not be written to {self.folder}: {error}") from error
 
     def _write(self, snapshot: Snapshot) -> None:
-        try:
-            self.last = write_checkpoint(self.folder, snapshot)
-            best = snapshot.state["monitor"]["best"]
-            if best is not None and best["step"] == snapshot.step:
-                write_best(self.folder, best)
-            prune(self.folder, keep=self.keep, protect=None if best is None else best["step"])
-        except BaseException as error:  # raised in the loop by `wait`
-            self._error = error
+        self.last = write_checkpoint(self.folder, snapshot)
+        best = snapshot.state["monitor"]["best"]
+        if best is not None and best["step"] == snapshot.step:
+            write_best(self.folder, best)
+        prune(self.folder, keep=self.keep, protect=None if best is None else best["step"])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from loka.nn.wrapping import in_eval
 from loka.training.compilation import eager
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ def evaluate(
     batches = iter(split.batches(batch_size, shuffle=False, seed=0, drop_last=False, rank=rank, world=world, epoch=0))
     metrics: list[dict[str, Metric[float]]] = []
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
-    try:
+    with in_eval(model):
         for batch, counts in _in_step(batches, split, batch_size, device, world):
             batch = batch.to(device)
             with torch.no_grad(), nullcontext() if compiled_size in (None, batch.size) else eager():
@@ -90,8 +89,6 @@ def evaluate(
             total += torch.stack([loss.double() * batch.size, loss.new_tensor(batch.size, dtype=torch.float64)])
             if predictions is not None:
                 _update(metrics, predictions, batch.labels)
-    finally:
-        model.train(was_training)
     return _summarise(total, metrics, world)
 
 

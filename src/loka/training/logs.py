@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from loka.records import write_atomically
 from loka.training.callbacks import Callback, CallbackState, LogLine
 
 if TYPE_CHECKING:
@@ -67,27 +67,14 @@ class JsonlLog(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Keep the lines up to the resumed step, remove the rest."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _read_lines(self.path) if json.loads(line)["step"] <= trainer.step]
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text("".join(f"{line}\n" for line in kept if trainer.step), encoding="utf-8")
-        temporary.replace(self.path)
+        write_atomically(self.path, "".join(f"{line}\n" for line in kept if trainer.step).encode())
         self._file = self.path.open("a", encoding="utf-8")
 
     def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
         """Write a log step."""
         if log is not None:
-            self._write(
-                {
-                    "step": log.step,
-                    "loss": log.loss,
-                    "ne": log.ne,
-                    "lr": log.learning_rate,
-                    "examples": log.examples,
-                    "examples_per_s": log.examples_per_s,
-                    "seconds": log.seconds,
-                }
-            )
+            self._write({"lr" if name == "learning_rate" else name: value for name, value in asdict(log).items()})
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Write an evaluation."""

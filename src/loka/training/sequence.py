@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from loka.nn.wrapping import in_eval
 from loka.training.config import PrecisionName
 from loka.training.precision import autocast, precision_scope
 from loka.training.sequence_examples import (
@@ -75,17 +76,12 @@ class SequenceTask:
 
         examples = self._parts[part]
         metric = TopK((10,))
-        was_training = model.training
-        model.eval()
-        try:
-            with precision_scope(precision, device):
-                for begin in range(0, len(examples) if limit is None else min(limit, len(examples)), batch_size):
-                    end = min(begin + batch_size, len(examples) if limit is None else limit)
-                    batch = examples.cut(_range(begin, end)).to(device)
-                    with autocast(precision, device):
-                        self.rank(model, batch, metric)
-        finally:
-            model.train(was_training)
+        with in_eval(model), precision_scope(precision, device):
+            for begin in range(0, len(examples) if limit is None else min(limit, len(examples)), batch_size):
+                end = min(begin + batch_size, len(examples) if limit is None else limit)
+                batch = examples.cut(_range(begin, end)).to(device)
+                with autocast(precision, device):
+                    self.rank(model, batch, metric)
         found = metric.compute()
         return {"hr@10": found.hit_rate[10], "ndcg@10": found.ndcg[10], "mrr": found.mrr}
 
