@@ -178,6 +178,21 @@ def test_frozen_chain_notices() -> None:
             assert torch.equal(after(X), before)
 
 
+def test_compiled_code_of_a_frozen_chain_learns_what_an_eager_call_noticed() -> None:
+    model, chain = make_chain()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        before = compiled(X)
+        model[2].weight.mul_(2)
+        with pytest.warns(StaleWeightWarning, match="^2: the weight was changed"):
+            y = model(X)
+        assert not torch.allclose(y, before)
+        assert torch.allclose(compiled(X), y)
+        chain.refresh()
+        assert torch.allclose(compiled(X), y)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sums_see_what_any_element_does(dtype: torch.dtype) -> None:
     weight = torch.randn(37, 53, dtype=dtype, generator=torch.Generator().manual_seed(0))

@@ -65,9 +65,12 @@ class ChainWeights(ChainScales):
     def _are_frozen_current(self) -> bool:
         """Check whether the weights are unchanged since they were frozen.
 
-        If not, warn, and quantize them in every call.
+        If not, warn, and quantize them in every call. Compiled code does not look itself, but it is compiled again, and
+        quantizes them in every call too, after an eager call has found a change.
         """
-        if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling():
+            return self._witnesses is not None
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return True
         if self._witnesses is None:
             return False
