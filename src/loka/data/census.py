@@ -26,7 +26,7 @@ from loka.data.cache import CacheWriter
 from loka.data.faults import BadRows, DataError
 from loka.data.progress import Progress
 from loka.data.schema import Field, Schema
-from loka.data.tables import explain_bad, read_gzip, split_lines
+from loka.data.tables import explain_bad, open_unpacked, split_lines
 from loka.data.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def _read_people(path: Path, bad: BadRows) -> pl.DataFrame:
     """Parse one file into typed columns; '?' becomes null."""
     import polars as pl
 
-    content = read_gzip(path) if path.suffix == ".gz" else path.read_bytes()
+    with open_unpacked(path) as file:
+        content = file.read()
     raw = split_lines(content, ",", COLUMNS)
     number = [pl.col(name).cast(pl.Float64, strict=False) for name in _DENSE]
     parsed = raw.select(

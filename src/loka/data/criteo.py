@@ -15,12 +15,10 @@ values). Plain or gzip files. Criteo's own logs may be used under Criteo's terms
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from loka.data.faults import BadRows, DataError
 from loka.data.progress import Progress
 from loka.data.rows import Array
 from loka.data.schema import Field, Schema
-from loka.data.tables import explain_bad, split_lines
+from loka.data.tables import explain_bad, open_unpacked, split_lines
 
 if TYPE_CHECKING:
     import polars as pl
@@ -197,15 +195,6 @@ def _hexadecimal(column: str) -> pl.Expr:
 
 def _blocks(path: Path) -> Iterator[bytes]:
     """Yield pieces of a file that end at line ends, except perhaps the last."""
-    try:
-        with _open(path) as file:
-            while piece := file.read(_BLOCK):
-                yield piece + file.readline()
-    except EOFError:
-        raise DataError(f"{path}: truncated, the gzip stream ends early; download it again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file ({error}); download it again") from None
-
-
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    with open_unpacked(path) as file:
+        while piece := file.read(_BLOCK):
+            yield piece + file.readline()

@@ -168,40 +168,29 @@ def read_tables(files: dict[str, Path], bad: BadRows) -> dict[str, pl.DataFrame]
     """Parse the three files; ratings keep the order of the file."""
     import polars as pl
 
-    text = _read(files, "ratings")
-    raw = split_lines(text, "::", ("user", "movie", "rating", "time"))
-    ratings = raw.select(_whole(name) for name in ("user", "movie", "rating", "time")).with_columns(
-        pl.when(pl.col("rating").is_between(1, 5)).then(pl.col("rating")),
-        *(
-            pl.when(pl.col(name).is_between(low, (1 << 31) - 1)).then(pl.col(name))
-            for name, low in (("user", 1), ("movie", 1), ("time", _EPOCH))
-        ),
-    )
-    ratings = ratings.filter(explain_bad(raw, ratings, "ratings.dat", bad, 4, ended=text.endswith(b"\n")))
-    bad.check("ml-1m ratings.dat")
-    text = _read(files, "users")
-    raw = split_lines(text, "::", ("user", *_USER_FIELDS))
+    def parse(name: str, columns: tuple[str, ...], *typed: pl.Expr, encoding: str = "utf-8") -> pl.DataFrame:
+        text = _read(files, name)
+        raw = split_lines(text, "::", columns, encoding=encoding)
+        parsed = raw.select(typed)
+        good = explain_bad(raw, parsed, f"{name}.dat", bad, len(columns), ended=text.endswith(b"\n"))
+        bad.check(f"ml-1m {name}.dat")
+        return parsed.filter(good)
+
+    def whole(name: str, low: int, high: int = (1 << 31) - 1) -> pl.Expr:
+        value = pl.col(name).cast(pl.Int64, strict=False)
+        return pl.when(value.is_between(low, high)).then(value).alias(name)
+
+    ids = {name: pl.col(name).cast(pl.Int64, strict=False) for name in ("user", "movie")}
+    limits = {"user": (1,), "movie": (1,), "rating": (1, 5), "time": (_EPOCH,)}
+    ratings = parse("ratings", tuple(limits), *(whole(name, *limit) for name, limit in limits.items()))
     # The first three digits of a zip code are the region; whole codes are nearly one per user.
-    users = raw.select(_whole("user"), *_USER_FIELDS[:3], pl.col("zip").str.slice(0, 3))
-    users = users.filter(explain_bad(raw, users, "users.dat", bad, 5, ended=text.endswith(b"\n"))).unique(
-        "user", keep="first"
-    )
-    bad.check("ml-1m users.dat")
-    text = _read(files, "movies")
-    raw = split_lines(text, "::", ("movie", "title", "genres"), encoding="latin-1")
-    decade = pl.col("title").str.extract(r"\((\d{3})\d\)\s*$").alias("decade")
-    movies = raw.select(_whole("movie"), "title", pl.col("genres").str.split("|"))
-    movies = movies.filter(explain_bad(raw, movies, "movies.dat", bad, 3, ended=text.endswith(b"\n"))).with_columns(
-        decade
-    )
-    bad.check("ml-1m movies.dat")
-    return {"ratings": ratings, "users": users, "movies": movies.unique("movie", keep="first")}
-
-
-def _whole(name: str) -> pl.Expr:
-    import polars as pl
-
-    return pl.col(name).cast(pl.Int64, strict=False)
+    region, plain = pl.col("zip").str.slice(0, 3), [pl.col(name) for name in _USER_FIELDS[:3]]
+    users = parse("users", ("user", *_USER_FIELDS), ids["user"], *plain, region)
+    genres = pl.col("genres").str.split("|")
+    movies = parse("movies", ("movie", "title", "genres"), ids["movie"], pl.col("title"), genres, encoding="latin-1")
+    movies = movies.with_columns(pl.col("title").str.extract(r"\((\d{3})\d\)\s*$").alias("decade"))
+    unique = {"users": users.unique("user", keep="first"), "movies": movies.unique("movie", keep="first")}
+    return {"ratings": ratings, **unique}
 
 
 def _cut_by_time(time: Array) -> dict[str, int]:

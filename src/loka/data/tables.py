@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from loka.data.faults import BadRows, DataError
 
@@ -33,11 +34,12 @@ def read_parquet(path: Path, columns: Sequence[str]) -> pl.DataFrame:
         raise DataError(f"{path}: not readable as Parquet ({reason}); the file may be damaged") from None
 
 
-def read_gzip(path: Path) -> bytes:
-    """Unpack a gzip file completely."""
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, through gzip if its name ends in .gz."""
     try:
-        with gzip.open(path, "rb") as file:
-            return file.read()
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            yield file  # type: ignore[misc]
     except EOFError:
         raise DataError(f"{path}: truncated, the gzip stream ends early; download it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
