@@ -7,7 +7,10 @@
     multiply   bm * bn * bk products at the rate of one multiprocessor's tensor cores
     load       (bm + bn) * bk bytes at the rate at which one multiprocessor reads L2: higher with more bytes in flight
                (stages, programs that share it), lower if rows of the operands (K bytes) start within a 32-byte sector
-    epilogue   bm * bn elements; more if a transpose or z is written too
+    epilogue   bm * bn elements; more if a transpose or z is written too, or the activation has special functions
+
+Two programs of 128 x 128 on one multiprocessor hide half of their epilogues behind each other's products. That needs an
+epilogue with few registers: FP8 output and no norm, GELU or z.
 
 In practice the last wave decides: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which
 leaves most of them idle, while 336 tiles of 64 x 256 take three waves of half the length. Alternatively the tiles of
@@ -41,6 +44,13 @@ _RATE, _RATE_IN_FLIGHT = 60e3, 0.24  # L2 bytes per microsecond with little in f
 _RATE_ASTRIDE = 62e3  # the same if rows start within sectors
 _WAVE, _ELEMENT = 0.5, 0.72 / 32768  # epilogue: per wave, and per element of the tile
 _ALSO = 1.2 / 32768  # per element of an additional output
+_SPECIAL = 1.5 / 32768  # per element and step of `_SPECIAL_COST`
+_SPECIAL_COST = {"silu": 1, "tanh": 1, "sigmoid": 1, "gelu": 2, "gelu_tanh": 2}
+_PAIR, _PAIR_STAGES = (
+    (128, 128, 4, 2),
+    3,
+)  # two programs on a multiprocessor, and the loads in flight that both fit with
+_HIDDEN, _PAIR_MULTIPLY = 0.4, 1.03  # the part of their epilogues that they hide, and their slower products
 _START = 3.3  # launch of the kernel
 _FINISH = 2.1  # launch of the second kernel
 _PART = 0.57  # per part that the second kernel adds
@@ -145,6 +155,12 @@ class Work(NamedTuple):  # made in every call, in a tenth of a frozen dataclass'
     whole: bool = False  # `fused_linear_dgrad`, which cannot be split and reads z
     astride: bool = False  # rows of the operands start within 32-byte sectors
     sums: bool = False  # `fused_linear_dgrad` with column sums for a bias
+    special: int = 0  # how much the activation's special functions cost, of `_SPECIAL_COST`
+
+    @property
+    def hides(self) -> bool:
+        """Whether the epilogue needs so few registers that two programs on a multiprocessor can hide it."""
+        return self.out == 1 and not (self.kept or self.norm or self.grouped or self.doubled or self.whole) and self.special < 2  # fmt: skip
 
 
 def work_of(call: FusedCall | DgradCall) -> Work:
@@ -156,8 +172,13 @@ def work_of(call: FusedCall | DgradCall) -> Work:
     return Work(
         call.m, call.k, call.n, 1 if isinstance(call.out, Spec) else call.out.itemsize, _KEPT_BYTES[form], call.transpose,
         call.norm_block > 0, grouped, _GROUP in (call.a.block, call.b.block) or call.b.block == _SQUARE,
-        astride=call.k % 32 != 0,
+        astride=call.k % 32 != 0, special=special_cost(call.activation),
     )  # fmt: skip
+
+
+def special_cost(activation: str) -> int:
+    """Return how much the special functions of an activation cost an epilogue."""
+    return _SPECIAL_COST.get(activation, 0)
 
 
 def choose_launch(call: FusedCall | DgradCall, properties: Properties) -> tuple[Launch, ...]:
@@ -197,7 +218,8 @@ def _candidates(work: Work, properties: Properties) -> list[Launch]:
             launch = Launch(bm, bn, 128, warps, 2, 8, resident, split)
             room = properties.shared_memory // resident - _RESERVED - waiting_bytes(launch, work)
             most = 6 if bm * bn < 16384 else 3 if bm * bn > 16384 and work.astride else 4
-            stages = min(room // ((bm + bn) * 128), most)
+            # two programs fit with three stages, since Triton's stores reuse the memory of loads (seen on an H200)
+            stages = _PAIR_STAGES if (bm, bn, warps, resident) == _PAIR else min(room // ((bm + bn) * 128), most)
             if stages >= (2 if split == 1 else 3):
                 launches.append(replace(launch, stages=stages))
     return launches
@@ -212,6 +234,8 @@ def _tile_shapes(work: Work) -> list[tuple[int, int, int, int]]:
     if work.doubled:
         return [(64, 256, 8, 1), (128, 128, 8, 1), (64, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 1)]
     common = [(128, 256, 8, 1), (64, 256, 4, 1), (64, 128, 4, 1), (64, 128, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2)]
+    if work.hides:
+        common.append(_PAIR)
     return [*common, (128, 128, 8, 1)] if work.transpose else [*common, (256, 128, 8, 1), (128, 128, 4, 1)]
 
 
@@ -278,7 +302,9 @@ def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
     waves, rest = divmod(tiles, slots)
     area = launch.bm * launch.bn
     also = work.transpose + (1.5 if work.whole else work.kept > 0) + (work.out > 1)
-    epilogue = area * (_ELEMENT + also * _ALSO) * (1.3 if launch.bm == 256 else 1.0)
+    epilogue = area * (_ELEMENT + also * _ALSO + work.special * _SPECIAL) * (1.3 if launch.bm == 256 else 1.0)
+    if _is_pair(launch):
+        epilogue *= 1 - _HIDDEN
 
     def wave(programs: int, steps: int, epilogue: float) -> float:
         sharing = min(launch.resident, -(-programs // properties.processors))
@@ -293,9 +319,14 @@ def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
     return time + _FINISH + launch.split * (_PART + 4 * area * rest * _PARTIAL)
 
 
+def _is_pair(launch: Launch) -> bool:
+    return (launch.bm, launch.bn, launch.warps, launch.resident) == _PAIR
+
+
 def _step_time(launch: Launch, work: Work, sharing: int) -> float:
     """Return the time of one step along K for all programs that share a multiprocessor."""
     multiply = launch.bm * launch.bn * launch.bk * _MULTIPLY * (2 if work.doubled else 1)
+    multiply *= _PAIR_MULTIPLY if _is_pair(launch) else 1
     loaded = (launch.bm + launch.bn) * launch.bk
     rate = _RATE_ASTRIDE if work.astride else _RATE + _RATE_IN_FLIGHT * sharing * launch.stages * loaded
     return sharing * max(multiply, loaded / rate)

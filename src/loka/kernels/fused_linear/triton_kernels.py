@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
-from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, stored_width
+from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, special_cost, stored_width
 from loka.kernels.quantize.triton_kernels import block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, scale_strides, tma_ready
 from loka.kernels.strides import cdiv, empty_rows
@@ -361,7 +362,7 @@ def fused(
     doubled = a_source == GROUPED or b_source >= GROUPED
     kept_bytes = KEEP_TYPES[keep].itemsize if keep else 0
     a, b = tma_ready(a), tma_ready(b)
-    work = Work(m, k, n, out_dtype.itemsize, kept_bytes, transpose, norm, grouped, doubled, astride=astride(a, b))
+    work = Work(m, k, n, out_dtype.itemsize, kept_bytes, transpose, norm, grouped, doubled, astride=astride(a, b), special=special_cost(ACTIVATIONS[activation]))  # fmt: skip
     chosen = launch_for(work, launch, device)
     y = aligned(m, n, out_dtype, device)
     y_t = aligned(n, m, out_dtype, device) if transpose else None
