@@ -127,6 +127,18 @@ def test_a_kernel_that_loses_single_large_weights_is_refused(
     assert not judge(run, call(*shape, variant=variant))
 
 
+@pytest.mark.parametrize("variant", ["e4m3:row@e4m3:row", "e4m3:tensor@e4m3:tensor", "e5m2:row@e4m3:row|fast|float32"])
+def test_a_kernel_that_loses_a_nan_is_refused(variant: str) -> None:
+    def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        values = decode(a.data, a.spec.format).nan_to_num(0.0)
+        return reference.run(replace(a, data=encode(values, a.spec.format)), b, **options)
+
+    verdict = judge(run, call(variant=variant))
+    assert not verdict
+    assert "on extreme operands" in verdict.reason
+    assert "differ in being NaN" in verdict.reason
+
+
 def test_what_the_reason_names() -> None:
     state: list[Tensor] = []
 

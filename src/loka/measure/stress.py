@@ -11,7 +11,7 @@ under tensor scales too, and every scale differs from its neighbors.
     spread       rows and blocks of very different size, in elements and scales: exposes scales read at the wrong place
     heavy        Student t with two degrees of freedom, where few elements dominate a row; every other row of a is zero
     extreme      an interleaved mix of rows: zero, saturated, clipped, subnormal, with a single element or outlier, 2^40
-                 and 2^-40 times the others, or with all codes equally likely
+                 and 2^-40 times the others, or with all codes equally likely; one row of a contains a NaN
     duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements with different scales
     constant     one row repeated M times, a quarter with twice the scale; three quarters of b's rows are equal too
     huge         all rows of a 2^20 to 2^40 times their size; every other row of b has one element that dominates it,
@@ -42,6 +42,7 @@ QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated"
 TYPICAL = 0.25  # standard deviation of ordinary elements, as a share of the format's range
 FAR = 40  # powers of two between an extreme row and the others
 BLOCK = 128
+NAN_ROWS = 8  # operands with fewer rows contain no NaN
 EXTREMES = ("plain", "zero", "saturated", "clipped", "subnormal", "outlier", "impulse", "huge", "tiny")
 
 
@@ -64,7 +65,8 @@ def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) 
     if name == "constant":
         one = _Maker(call.a, 1, call, generator).make(_normal(1, call.k, generator), spread=0.5)
         return OperandSet(name, left.vary_scales(_repeat(one, call.m)), right.mostly_constant(), True)
-    return OperandSet(name, getattr(left, name)(), getattr(right, _PARTNER.get(name, name))())
+    a, b = getattr(left, name)(), getattr(right, _PARTNER.get(name, name))()
+    return OperandSet(name, _put_nan(a) if name == "extreme" else a, b)
 
 
 def _vary_flat(flat: OperandSet, name: str) -> OperandSet:
@@ -79,6 +81,16 @@ def _negate_row(q: QTensor, row: int) -> QTensor:
     """Flip the signs of one row."""
     values = decode(q.data, q.spec.format)
     values[row : row + 1] *= -1
+    return replace(q, data=encode(values, q.spec.format))
+
+
+def _put_nan(q: QTensor) -> QTensor:
+    """Make one element a NaN, if the format has one. Its row of the result is NaN, so a few rows are left as they are."""
+    rows, cols = q.shape
+    if not q.spec.format.has_nan or rows < NAN_ROWS or not cols:
+        return q
+    values = decode(q.data, q.spec.format)
+    values[rows // 2, cols // 2] = torch.nan
     return replace(q, data=encode(values, q.spec.format))
 
 
