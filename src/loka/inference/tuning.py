@@ -59,7 +59,7 @@ class Tuning:
     """Copies of a packed model tuned for different numbers of rows. They share the weights.
 
     `fixed` are ops whose backend the configuration names. `measure`: choose by speed, measuring what the database has
-    no row for; if it is None, the user's own, or one in memory if that cannot be opened.
+    no row for. Without a `database`, that is the user's own, or one in memory if that cannot be opened.
     """
 
     def __init__(
