@@ -239,8 +239,12 @@ def train_rank() -> dict[str, object]:
     probe = Probe(model, every=1, rows=64)
     data = [pair for number, pair in enumerate(batches(4)) if number % 2 == rank]
     losses = [train(module, data, p) for module, p in ((parallel, probe), (plain, None))]
+    alone, watch = dist.new_group([1]), probe.watch("first")
+    if rank == 1:  # its rank in that group is 0: it must still recognize its own data
+        seen = watch.rows_seen
+        probe.gather(dst=1, group=alone)
+        assert watch.rows_seen == seen
     probe.gather()
-    watch = probe.watch("first")
     return {"losses": losses, "seen": watch.rows_seen, "x": watch.reservoir.x}
 
 

@@ -308,8 +308,8 @@ class Observer:
         here, state = dist.get_rank() == dst, self.state_dict()
         states: list[Any] | None = [None] * dist.get_world_size(group) if here else None
         dist.gather_object(state, states, dst=dst, group=group)
-        for rank, other in enumerate(states or []):
-            if rank != dst:
+        for rank, other in enumerate(states or []):  # in the order of the group, whose ranks may not be the global ones
+            if rank != dist.get_rank(group):
                 self.merge(other)
 
 
