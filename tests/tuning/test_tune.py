@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import loka
 from forked import run_script
@@ -68,6 +69,15 @@ def test_nothing_is_trained() -> None:
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert tuned.revert() == 3
     assert same(state_of(model, optimizer), before)
+
+
+def test_a_loader_that_shuffles_leaves_the_random_state() -> None:
+    model, _ = make_trained()
+    x, target = (torch.cat(parts) for parts in zip(*make_batches(4), strict=True))
+    loader = DataLoader(TensorDataset(x, target), batch_size=128, shuffle=True)
+    before = torch.get_rng_state()
+    loka.tune(model, loader, loss, margin=MARGIN)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_was_converted_trains_on() -> None:

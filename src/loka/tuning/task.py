@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from loka.measure.device import device_of
 from loka.units.example import Example, NotCalledError, Steps, call_model, capture_example, copy_containers, tensors_in
-from loka.units.undisturbed import undisturbed
+from loka.units.undisturbed import same_randomness, undisturbed
 
 Step = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # makes one from the parameters of a model
@@ -60,7 +60,8 @@ class Task:
             check_arity("step", self.step, 2, "(model, batch)")
         if not isinstance(self.batches, Iterable):
             raise ValueError(f"batches is {type(self.batches).__name__}, expected an iterable of batches: a list, a DataLoader, a generator")  # fmt: skip
-        self.kept = list(islice(iter(self.batches), MOST))
+        with same_randomness():  # a loader that shuffles draws from the generators of the process
+            self.kept = list(islice(iter(self.batches), MOST))
         if not self.kept:
             raise ValueError("batches is empty, or an iterator that is already used up; expected at least 2 batches")
         if len(self.kept) < 2:
