@@ -5,17 +5,46 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import loka
 from loka.comms.planning import plan_together
 from loka.data import load
 from loka.models import build_ranker
+from loka.nn.wrapping import unwrap
 from loka.records import Plan, from_json, to_json
 from loka.training import Callback, TrainConfig, seed_everything
 from loka.training.distributed import DistributedTrainer, Distribution
-from loka.training.sharding import plain_state
+from loka.training.sharding import CollectionTables
 
 STEPS, HALF = 8, 4
+
+
+@torch.no_grad()
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """Gather the whole state on every rank, under the keys of the plain model. It must fit on one rank.
+
+    The tables of a Ranker are stacked again under `table.weight`.
+    """
+    result: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if hasattr(value, "local_shards"):
+            whole = torch.zeros(
+                value.size(), device=value.local_shards()[0].tensor.device if value.local_shards() else "cpu"
+            )
+            for shard in value.local_shards():
+                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                whole[row : row + rows, column : column + columns] = shard.tensor
+            dist.all_reduce(whole)
+            result[name] = whole
+        else:
+            result[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    for path, module in unwrap(model).named_modules():
+        if isinstance(module, CollectionTables):
+            parts = [result.pop(f"{path}.collection.embedding_bags.{name}.weight") for name in module.names]
+            result[f"{path}.table.weight"] = torch.cat(parts)
+    return result
 
 
 def make_data() -> Any:

@@ -31,8 +31,7 @@ def child(out: str, sharding: str | None) -> None:
     from loka.comms import RankError
     from loka.training import Callback, TrainConfig
     from loka.training.distributed import DistributedTrainer, Distribution, joined
-    from loka.training.sharding import plain_state
-    from training.jobs_sharded import digest
+    from training.jobs_sharded import digest, plain_state
 
     class Telling(Callback):
         name, every_rank = "telling", True

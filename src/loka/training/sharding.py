@@ -389,29 +389,3 @@ def _fill(dmp: nn.Module, values: dict[str, Tensor]) -> None:
         for shard in held[name].local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             shard.tensor.copy_(whole[row : row + rows, column : column + columns])
-
-
-@torch.no_grad()
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the whole state on every rank, under the keys of the plain model. It must fit on one rank.
-
-    The tables of a Ranker are stacked again under `table.weight`.
-    """
-    result: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        if hasattr(value, "local_shards"):
-            whole = torch.zeros(
-                value.size(), device=value.local_shards()[0].tensor.device if value.local_shards() else "cpu"
-            )
-            for shard in value.local_shards():
-                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-                whole[row : row + rows, column : column + columns] = shard.tensor
-            dist.all_reduce(whole)
-            result[name] = whole
-        else:
-            result[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-    for path, module in unwrap(model).named_modules():
-        if isinstance(module, CollectionTables):
-            parts = [result.pop(f"{path}.collection.embedding_bags.{name}.weight") for name in module.names]
-            result[f"{path}.table.weight"] = torch.cat(parts)
-    return result
