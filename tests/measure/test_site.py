@@ -10,7 +10,7 @@ from kernels.padding import in_place_of_the_reference
 from loka.formats import Spec, relative_l2
 from loka.kernels import registry
 from loka.kernels.scaled_mm import GemmWay
-from loka.measure import site, timing
+from loka.measure import site
 from loka.measure.site import SiteJob, gemm_shape, time_case, time_jobs
 from loka.measure.timing import CaptureError, Timing
 
@@ -55,7 +55,7 @@ def test_speedups_are_over_bf16_repeat_by_repeat(monkeypatch: pytest.MonkeyPatch
             Timing(c.name, bf16 if c.name == "bf16" else tuple(t / 1.5 for t in bf16), "test", 1) for c in candidates
         ]
 
-    monkeypatch.setattr(timing, "time_together", clock)
+    monkeypatch.setattr("loka.measure.timing.time_together", clock)
     (answer,) = case()
     assert answer["speedup"] == {"value": pytest.approx(1.5), "low": pytest.approx(1.5), "high": pytest.approx(1.5)}
     assert (answer["microseconds"]["value"], answer["baseline"]["value"]) == (pytest.approx(20.0), pytest.approx(30.0))
@@ -68,7 +68,7 @@ def test_what_cannot_be_captured_is_left_out_by_name(monkeypatch: pytest.MonkeyP
                 raise CaptureError(f"{c.name} cannot be captured in a CUDA graph: it waits")
         return [Timing(c.name, (1e-6, 1e-6, 1e-6), "test", 1) for c in candidates]
 
-    monkeypatch.setattr(timing, "time_together", clock)
+    monkeypatch.setattr("loka.measure.timing.time_together", clock)
     pair = [
         {"way": f"{pair}/reference", "fast_accum": False} for pair in ("e4m3:1x128@e4m3:128x128", "e4m3:row@e4m3:row")
     ]
