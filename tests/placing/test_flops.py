@@ -41,3 +41,17 @@ class Returning(Named):
 def test_every_gemm_of_the_step_is_counted(kind: type[nn.Module]) -> None:
     done = convert(kind(), recipe="rowwise", module_filter_fn=lambda m, name: name != "head", example=torch.ones(8, 64))
     assert done.low_precision_share == pytest.approx(SHARE)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_inference_mode_counts_the_same(training: bool) -> None:
+    """With an input that was made there, too."""
+    shares = []
+    for inference in (False, True):
+        model = Named().train(training)
+        with torch.inference_mode(inference):
+            done = convert(model, recipe="rowwise", module_filter_fn=lambda m, name: name != "head", example=torch.ones(8, 64))  # fmt: skip
+            assert model(torch.ones(8, 64)).shape == (8, 1)
+        shares.append(done.low_precision_share)
+        assert not any(p.is_inference() for p in model.parameters())
+    assert shares[0] == shares[1]

@@ -60,7 +60,8 @@ def low_precision_share(
         for name, binding in (*bindings.items(), *((name, None) for name in whole))
     ]
     try:
-        with undisturbed(model), gradients_aside(model), _FlopCounter() as counted:
+        # in inference mode torch does not take a linear apart into a GEMM, which has a formula
+        with torch.inference_mode(False), undisturbed(model), gradients_aside(model), _FlopCounter() as counted:
             _run(model, example)
     finally:
         for handle in handles:
