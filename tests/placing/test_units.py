@@ -182,11 +182,13 @@ def test_float64_models_stay_in_float64() -> None:
         loka.convert(model, plan)
 
 
-def test_a_model_converted_in_inference_mode_trains_afterwards() -> None:
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_model_converted_in_inference_mode_trains_afterwards(serving: bool) -> None:
     model, x = make("tower")
-    plan = plan_everything(model, x)
+    plan = plan_everything(model, x, serving=serving)
     with torch.inference_mode():
-        loka.convert(model, plan)
+        loka.convert(model, plan, example=x, freeze=serving)
+    model.train().requires_grad_(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(2):
         step(model, x, optimizer)

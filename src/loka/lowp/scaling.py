@@ -81,6 +81,7 @@ class AmaxState:
 
     _TENSORS = ("history", "largest", "pending", "scale", "saturated", "static")
 
+    @torch.inference_mode(False)  # its tensors outlive this call, so they must not be inference tensors
     def __init__(self, scaling: Scaling, device: torch.device, *, floor: float = 0.0) -> None:
         self.scaling, self.floor = scaling, floor  # floor: a lower bound of the magnitude that `scale` is computed from
         self.headroom = 2.0**scaling.margin
