@@ -83,7 +83,8 @@ class _ReplaceDots(TorchFunctionMode):
         elif is_transpose(func, args):
             self.transposes.append((out, args[0], torch.is_grad_enabled()))
         elif func in _CONCATENATIONS and _joins_two(out, args, kwargs):
-            self.concatenations.append(_Joined(out, *args[0], torch.is_grad_enabled(), take_stamp()))
+            first, second = args[0]
+            self.concatenations.append(_Joined(out, first, second, torch.is_grad_enabled(), take_stamp()))
         elif func in _PRODUCTS and len(args) == 2:
             for transpose, x, grad in self.transposes:
                 if args[1] is transpose and args[0] is x and grad == torch.is_grad_enabled():
@@ -148,7 +149,7 @@ def _is_supported(x: Tensor, first: Tensor, second: Tensor) -> bool:
 def _joins_two(out: Any, args: Any, kwargs: Any) -> bool:
     """Return True for a concatenation of two batches of vectors along dimension 1."""
     dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)
-    if not isinstance(args[0], (tuple, list)) or len(args[0]) != 2 or out.dim() != 3 or dim not in (1, -2):
+    if not args or not isinstance(args[0], (tuple, list)) or len(args[0]) != 2 or out.dim() != 3 or dim not in (1, -2):
         return False
     return all(part.dtype in DTYPES and part.dim() == 3 for part in args[0])
 
