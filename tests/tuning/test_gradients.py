@@ -319,3 +319,16 @@ def test_what_fp8_is_too_coarse_for_leaves_its_chain_and_the_rest_stays(monkeypa
         assert ways["2"].way == "high"
         assert ("no kernel is wrong" in ways["2"].reason) == bool(left)
         assert {name for name in "024" if ways[name].way != "high"} == left
+
+
+def test_a_gradient_that_rounding_decides_accuses_no_kernel() -> None:
+    """An InterFormer that had hardly been trained: the reference changed by half if its weights moved by a thousandth."""
+    generator = torch.Generator().manual_seed(0)
+    law, other, noise = (torch.randn(32, 16, generator=generator) for _ in range(3))
+    text, size = gradients._compare_with_reference("it", [law + 4 * other], [law], [law + 0.01 * noise])
+    assert text.endswith("a kernel is wrong")
+    text, chaotic = gradients._compare_with_reference("it", [law + 4 * other], [law], [law + 0.5 * noise])
+    assert "says little about a kernel" in text
+    assert "a kernel is wrong" not in text
+    assert size == chaotic > 3
+    assert gradients._compare_with_reference("it", [law + 1.2 * other], [law], [law + 0.5 * noise]) is None
