@@ -27,11 +27,10 @@ from loka.kernels.fused_linear.call import NORMALIZED_SCALE, FusedCall, Gradient
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import bench, conformance, inputs
 from loka.measure.adapter import ADAPTERS
-from loka.measure.conformance import Conformance
+from loka.measure.conformance import Conformance, worst_of
 from loka.measure.device import peaks, snapshot
 from loka.measure.fused import bf16_layer, compiled
 from loka.measure.layer import GradientOperands, LayerOperands
-from loka.measure.conformance import worst_of
 from loka.measure.timing import Contender, sets_needed, time_together
 from loka.records import save
 from loka.records.performance import KernelBench, KernelRow, Peaks
