@@ -57,11 +57,35 @@ def test_requests_that_differ_in_other_columns_join() -> None:
     assert joined.same.tolist() == [[1, 0], [0, 2], [3, 4]]
 
 
-def test_a_batch_scores_as_its_requests_do_alone() -> None:
+def make_served() -> RankingModel:
     torch.manual_seed(0)
     model = build_ranker(SCHEMA, "wukong", "tiny")
     info = RankerInfo(name="w", family="wukong", size="tiny", options={}, factory=None, dense=[], columns=[], labels=["click"], link="sigmoid", environment=capture_environment())  # fmt: skip
-    served = RankingModel(RankerBundle(model, SCHEMA, info), rows=(8,), batch_invariant=True)
+    return RankingModel(RankerBundle(model, SCHEMA, info), rows=(8,), batch_invariant=True)
+
+
+def test_the_model_reads_what_was_sent_and_zeros_behind_it() -> None:
+    """Batches of other sizes, and columns that vary in all, some or none of the rows, one behind another."""
+    served = make_served()
+    draw = np.random.default_rng(0)
+    for _ in range(40):
+        jobs = []
+        while not jobs or (draw.random() < 0.5 and sum(job.units for job in jobs) < 5):
+            n = int(draw.integers(1, 4))
+            varies = draw.random(4) < draw.choice([0.0, 0.5, 1.0])
+            values = [draw.integers(0, 9, n).tolist() if many else int(draw.integers(0, 9)) for many in varies]
+            jobs.append(served.read(RankRequest(features=dict(zip(("price", "age", "user", "item"), values, strict=True)))))  # fmt: skip
+        served.score(8, [job.data for job in jobs])
+        batch = served._made[8].batch
+        for name in ("dense", "categorical"):
+            expected = np.concatenate([spread(getattr(job.data, name), job.units) for job in jobs])
+            found = getattr(batch, name).numpy()
+            np.testing.assert_array_equal(found[: len(expected)], expected)
+            assert not found[len(expected) :].any()
+
+
+def test_a_batch_scores_as_its_requests_do_alone() -> None:
+    served = make_served()
     bodies = [
         {"price": 1.0, "age": 2.0, "user": 3, "item": 4},
         {"price": [0.5, 0.1], "age": 2.0, "user": 3, "item": [4, 9]},

@@ -88,6 +88,8 @@ class Rows:
 def join(parts: Sequence[Columns]) -> Columns:
     """Join the columns of several requests: same [requests, columns]; `places` are the columns that vary in any."""
     places = parts[0].places
+    if len(parts) == 1:  # without copies
+        return Columns(parts[0].same[None], places, parts[0].varying)
     if all(np.array_equal(part.places, places) for part in parts):
         varying = [part.varying for part in parts]
     else:

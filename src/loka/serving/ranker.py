@@ -12,6 +12,7 @@ the model for every bucket before it is ready: only then are the FP8 ops of a pl
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,9 +25,20 @@ from loka.data.batch import Batch, Jagged
 from loka.serving.rank_bundle import RankerBundle
 from loka.serving.rank_rows import Columns, Ranked, RankRequest, RowReader, Rows, join
 from loka.serving.servable import FieldError, Job
+from loka.serving.staging import Staging
 from loka.serving.times import Bucket
 
 ROWS = (64, 256, 1024, 4096)
+
+
+@dataclass
+class _Prepared:
+    """A bucket: its static inputs, and with a CUDA graph the graph and its static scores."""
+
+    batch: Batch
+    graph: Any = None
+    scores: Tensor | None = None
+    used: int = 0  # rows that the last batch wrote; those beyond are zero
 
 
 class RankingModel:
@@ -76,7 +88,8 @@ class RankingModel:
         self.compiled = compiled
         self._call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.captures = 0
-        self._made: dict[int, tuple[Any, Batch, Tensor | None]] = {}
+        self._made: dict[int, _Prepared] = {}
+        self._staging = Staging(self.device)
         self._reader = RowReader(self.schema, self.rows[-1])
         self._limits = self._reader.limits
 
@@ -126,38 +139,51 @@ class RankingModel:
     @torch.inference_mode()
     def score(self, size: int, parts: Sequence[Rows]) -> NDArray[np.float32]:
         """Return scores [rows, labels] of the parts, run in a bucket of `size` rows."""
-        graph, static, out = self._prepare(size)
+        made = self._prepare(size)
         used = sum(part.count for part in parts)
-        counts = [part.count for part in parts]
-        row_of = None if len(parts) == 1 else torch.from_numpy(np.repeat(np.arange(len(parts)), counts)).to(self.device)
-        for name in ("dense", "categorical"):
-            target = getattr(static, name)
-            if target.shape[1] == 0:  # save the launches: the GPU idles during them
-                continue
-            joined = join([getattr(part, name) for part in parts])
-            same, places, varying = (torch.from_numpy(a).to(self.device) for a in (joined.same, joined.places, joined.varying))  # fmt: skip
-            target[:used] = same if row_of is None else same[row_of]
-            target[:used].index_copy_(1, places, varying)
-            if used < size:
-                target[used:] = 0
-        batch = static
+        self._fill(made, used, parts)
+        batch = made.batch
         if self.schema.sequences:
             empty = [np.empty(0, np.int64)] * (size - used)
             jagged = {
                 s.name: _jagged([row for part in parts for row in part.sequences[s.name]] + empty, self.device)
                 for s in self.schema.sequences
             }
-            batch = Batch(static.dense, static.categorical, jagged, static.labels, static.group)
-        if graph is not None:
-            graph.replay()
-            assert out is not None  # set by _capture
-            logits = out
-        else:
-            logits = self._call(batch)
-        found = logits[:used].float()
-        return (found.sigmoid() if self.bundle.info.link == "sigmoid" else found).cpu().numpy()
+            batch = Batch(batch.dense, batch.categorical, jagged, batch.labels, batch.group)
+        if made.graph is None:
+            return self._call_linked(batch)[:used].cpu().numpy()
+        made.graph.replay()
+        assert made.scores is not None  # set by _capture
+        return made.scores[:used].cpu().numpy()
 
-    def _prepare(self, size: int) -> tuple[Any, Batch, Tensor | None]:
+    def _fill(self, made: "_Prepared", used: int, parts: Sequence[Rows]) -> None:
+        """Write the features of the parts to the static tensors of a bucket: one copy, and few launches of kernels.
+
+        The GPU idles during each, and under load every one of them waits for the lock of the interpreter.
+        """
+        kinds = [name for name in ("dense", "categorical") if getattr(made.batch, name).shape[1]]
+        joined = [join([getattr(part, name) for part in parts]) for name in kinds]
+        row_of = [np.repeat(np.arange(len(parts)), [part.count for part in parts])] if len(parts) > 1 else []
+        sent = self._staging.send([*row_of, *(a for columns in joined for a in (columns.same, columns.places, columns.varying))])  # fmt: skip
+        which = sent.pop(0) if row_of else None
+        before, made.used = made.used, max(made.used, used)
+        for at, name in enumerate(kinds):
+            target, (same, places, varying) = getattr(made.batch, name), sent[3 * at : 3 * at + 3]
+            if varying.shape[1] == target.shape[1]:  # every column varies, and they are in their order
+                target[:used] = varying
+            else:
+                target[:used] = same if which is None else same[which]
+                target[:used].index_copy_(1, places, varying)
+            if used < before:  # rows beyond these are zero already
+                target[used:before] = 0
+        made.used = used
+
+    def _call_linked(self, batch: Batch) -> Tensor:
+        """Return what a client sees: the model's output in float32, through the link."""
+        found: Tensor = self._call(batch).float()
+        return found.sigmoid() if self.bundle.info.link == "sigmoid" else found
+
+    def _prepare(self, size: int) -> "_Prepared":
         if size not in self._made:
             static = Batch(
                 torch.zeros(size, len(self.schema.dense), device=self.device),
@@ -166,23 +192,23 @@ class RankingModel:
                 torch.zeros(size, len(self.schema.labels), device=self.device),
                 torch.zeros(size, dtype=torch.int64, device=self.device),
             )
-            self._made[size] = self._capture(static) if self.graphs else (None, static, None)
+            self._made[size] = self._capture(static) if self.graphs else _Prepared(static)
             self.captures += 1
         return self._made[size]
 
     @torch.inference_mode()
-    def _capture(self, static: Batch) -> tuple[Any, Batch, Tensor]:
+    def _capture(self, static: Batch) -> "_Prepared":
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._call(static)
+                self._call_linked(static)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self._call(static)
-        return graph, static, out
+            scores = self._call_linked(static)
+        return _Prepared(static, graph, scores)
 
     def _finish(self, job: Job, scores: NDArray[np.float32]) -> Ranked:
         request, labels = job.request, self.schema.labels
