@@ -44,7 +44,10 @@ def in_eval(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:
+        for module, training in modes:  # a converted linear drops its cached weight when its mode changes
+            if module.training != training and type(module).train is not nn.Module.train:
+                module.train(training)
+        for module, training in modes:  # what an own `train` of a module did to others is undone
             module.training = training
 
 

@@ -32,8 +32,9 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises ValueError if a write failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None and (error := pending.exception()) is not None:
+        error = None if self._pending is None else self._pending.exception()  # an interrupt leaves it pending
+        self._pending = None
+        if error is not None:
             raise ValueError(f"the probe's state could not be saved: {error}") from error
 
 

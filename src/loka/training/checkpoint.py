@@ -250,8 +250,9 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until nothing is being written, and raise what went wrong."""
-        pending, self._pending = self._pending, None
-        if pending is not None and (error := pending.exception()) is not None:
+        error = None if self._pending is None else self._pending.exception()  # an interrupt leaves it pending
+        self._pending = None
+        if error is not None:
             raise RuntimeError(f"a checkpoint could not be written to {self.folder}: {error}") from error
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -10,8 +10,14 @@ from loka.formats import E4M3, TENSOR, QTensor, Spec
 from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.activation import check_activation
 
+
+def norm_eps() -> float:
+    """Return what BlockNorm adds to a mean square. For code that torch.compile traces: see `loka.formats.Format.max`."""
+    return 1e-6
+
+
 NORM_BLOCK = 256
-NORM_EPS = 1e-6
+NORM_EPS = norm_eps()
 # A block's mean square is 1 after BlockNorm, so |z| <= sqrt(256) = 16: a scale of 1/16 (up to 28) cannot saturate.
 NORMALIZED = Spec.parse("e4m3:tensor:static")
 NORMALIZED_SCALE = 1 / 16

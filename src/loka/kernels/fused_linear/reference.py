@@ -20,7 +20,6 @@ from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.dropout import Dropout, dropped, factor_of
 from loka.kernels.fused_linear.call import (
-    NORM_EPS,
     NORMALIZED,
     NORMALIZED_SCALE,
     DgradCall,
@@ -33,6 +32,7 @@ from loka.kernels.fused_linear.call import (
     check_amax,
     derived_from_output,
     kept_form,
+    norm_eps,
 )
 from loka.kernels.fused_linear.launch import Launch
 
@@ -67,7 +67,7 @@ def run(
     z, rstd, out = p, None, call.out
     if call.norm_block:
         mean_square = _block_mean(p.square(), call.norm_block)
-        spread = torch.rsqrt(mean_square + NORM_EPS)
+        spread = torch.rsqrt(mean_square + norm_eps())
         z, rstd = p * spread, spread[:, :: call.norm_block].contiguous()
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(z, TENSOR).reshape(amax.shape)))
