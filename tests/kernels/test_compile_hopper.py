@@ -5,6 +5,7 @@ instructions where it multiplies, the hardware's saturating FP8 conversion where
 """
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ triton = pytest.importorskip("triton", exc_type=ImportError)
 import triton.language as tl  # noqa: E402
 
 from kernels.hopper import SHARED_MEMORY, compile_kernel, files_of, kernel_of, kernels_of, needs_ptxas  # noqa: E402
+from loka.kernels.activation import ACTIVATIONS  # noqa: E402
 from loka.kernels.fused_linear.launch import Launch, Work, waiting_bytes  # noqa: E402
 
 OPS = ("quantize", "norm_quantize", "scaled_mm", "fused_linear", "interaction")
@@ -313,6 +315,31 @@ def test_a_step_that_adds_up_columns_and_reads_no_z_fits(bm: int, bn: int, warps
     said = waiting_bytes(launch, Work(16384, 128, 1024, 1, 0, True, whole=True, sums=True))
     assert said >= waiting - 512  # barriers are counted elsewhere
     assert waiting_bytes(launch, Work(16384, 128, 1024, 1, 0, True, whole=True)) < waiting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("training", "drop"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("activation", ["relu", "silu", "hard_swish", "tanh", "gelu"])
+def test_two_programs_fit_one_multiprocessor(activation: str, training: bool, drop: bool, own_cache: None, tmp_path: Path) -> None:  # fmt: skip
+    """The launch that hides epilogues behind another program's products: both are resident, and spill no register; but for GELU, which is why it has another."""
+    absent = dict.fromkeys(("z_desc", "part_desc", "rstd_ptr", "yts_ptr")) | ({} if training else {"yt_desc": None})
+    types = {name: kind for name, kind in {**FUSED, "b_desc": desc("fp8e4nv", 128, 128)}.items() if name not in absent}
+    constants = {**LAYER, **absent, "BN": 128, "HALVES": False, "NORM": False, "ACTIVATION": ACTIVATIONS.index(activation), "AMAX": training, "BIAS": True, "OUT": 1, "KEEP": 0, "TRANSPOSE": training, "DROP": drop}  # fmt: skip
+    compiled = compile_kernel(
+        "fused_linear", "_fused", (types, constants, {"num_warps": 4, "num_stages": 3}), DIVISIBLE
+    )
+    assert 2 * (compiled.metadata.shared + 1024) <= 228 * 1024  # what there is, and what the driver takes of it
+    assert (stack_bytes(compiled.asm["cubin"], tmp_path) > 0) == (activation == "gelu")
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    """What a thread keeps in memory for want of registers."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton has no cuobjdump")
+    (folder / "x.cubin").write_bytes(cubin)
+    usage = subprocess.run([tool, "--dump-resource-usage", folder / "x.cubin"], capture_output=True, text=True, check=True).stdout  # fmt: skip
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 @pytest.mark.parametrize("scale", ["SCALAR", "SQUARE"])
