@@ -10,18 +10,25 @@ from loka.formats import E4M3, TENSOR, QTensor, Spec
 from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.activation import check_activation
 
+NORM_BLOCK = 256
+NORMALIZED = Spec.parse("e4m3:tensor:static")
 
+
+# Functions that return literals, for code that torch.compile traces: see `loka.formats.Format.max`.
 def norm_eps() -> float:
-    """Return what BlockNorm adds to a mean square. For code that torch.compile traces: see `loka.formats.Format.max`."""
+    """Return what BlockNorm adds to a mean square."""
     return 1e-6
 
 
-NORM_BLOCK = 256
-NORM_EPS = norm_eps()
-# A block's mean square is 1 after BlockNorm, so |z| <= sqrt(256) = 16: a scale of 1/16 (up to 28) cannot saturate.
-NORMALIZED = Spec.parse("e4m3:tensor:static")
-NORMALIZED_SCALE = 1 / 16
+def normalized_scale() -> float:
+    """Return the scale of what BlockNorm returns.
 
+    A block's mean square is 1 then, so |z| <= sqrt(256) = 16: a scale of 1/16 (up to 28) cannot saturate.
+    """
+    return 1 / 16
+
+
+NORM_EPS, NORMALIZED_SCALE = norm_eps(), normalized_scale()
 
 Kept = Literal["nothing", "y", "normalized", "scaled", "bf16"]
 _FROM_OUTPUT = ("relu", "leaky_relu", "tanh", "sigmoid")

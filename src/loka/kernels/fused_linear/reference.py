@@ -21,7 +21,6 @@ from loka.kernels.backend import YES, Verdict
 from loka.kernels.dropout import Dropout, dropped, factor_of
 from loka.kernels.fused_linear.call import (
     NORMALIZED,
-    NORMALIZED_SCALE,
     DgradCall,
     DgradResult,
     FusedCall,
@@ -33,6 +32,7 @@ from loka.kernels.fused_linear.call import (
     derived_from_output,
     kept_form,
     norm_eps,
+    normalized_scale,
 )
 from loka.kernels.fused_linear.launch import Launch
 
@@ -97,7 +97,7 @@ def rescaled(q: QTensor, factor: float) -> QTensor:
 def _keep(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
     """Return z in the form that backward needs."""
     if form == "normalized":
-        return quantize(z, NORMALIZED, scale=torch.tensor(NORMALIZED_SCALE, device=z.device))
+        return quantize(z, NORMALIZED, scale=torch.tensor(normalized_scale(), device=z.device))
     if form == "scaled":
         assert y is not None
         return quantize(z, y.spec, scale=scale)

@@ -150,7 +150,7 @@ def run(
 def _wrap_kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
     """Return what the kernel kept of z, or its output y, as backward reads it."""
     if form == "normalized":
-        return QTensor(z, torch.full((), NORMALIZED_SCALE, device=z.device), NORMALIZED)
+        return QTensor(z, torch.full((), normalized_scale(), device=z.device), NORMALIZED)
     if form == "scaled":
         assert y is not None
         assert scale is not None
