@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from loka.cli import app
@@ -30,3 +31,10 @@ def test_unknown_machines_and_broken_nodes_are_refused() -> None:
     assert isinstance(unknown.exception, ValueError)
     assert "h200-ndr" in str(unknown.exception)
     assert isinstance(CliRunner().invoke(app, [*ASK[:-1], "12"], obj={}).exception, ValueError)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--forward", "nan"), ("--backward", "inf"), ("--dense", "1e999"), ("--update", "-1")])  # fmt: skip
+def test_amounts_that_are_no_finite_number_are_named(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, [*ASK, option, value], obj={})
+    assert isinstance(done.exception, ValueError)
+    assert f"{option} {float(value):g}: expected a finite number, 0 or more" in str(done.exception)

@@ -7,6 +7,7 @@ has one line for each number of GPUs and codec, or JSON with `--json`.
 """
 
 import json
+import math
 from dataclasses import asdict
 from typing import Annotated
 
@@ -37,6 +38,10 @@ def simulate(
 
     if machine not in MACHINES:
         raise ValueError(f"unknown machine {machine!r}; expected one of {', '.join(MACHINES)}")
+    given = {"--forward": forward, "--backward": backward, "--update": update, "--dense": dense}
+    for option, value in (given | {"--embeddings": embeddings}).items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{option} {value:g}: expected a finite number, 0 or more")
     work = Work(
         forward / 1e3, backward / 1e3, update / 1e3, dense=int(dense), embeddings=int(embeddings),
         accumulate=accumulate, strategy=strategy, overlap=overlap,

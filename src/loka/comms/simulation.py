@@ -105,8 +105,9 @@ class Work:
 
     def __post_init__(self) -> None:
         problems = []
-        if min(self.forward, self.backward, self.update, self.dense, self.embeddings) < 0 or self.accumulate < 1:
-            problems.append("times and counts must not be negative, and accumulate must be at least 1")
+        amounts = (self.forward, self.backward, self.update, self.dense, self.embeddings)
+        if not all(0 <= amount < math.inf for amount in amounts) or self.accumulate < 1:
+            problems.append("times and counts must be finite and not negative, and accumulate must be at least 1")
         if self.strategy not in ("ddp", "fsdp"):
             problems.append("strategy must be ddp or fsdp")
         if problems:
