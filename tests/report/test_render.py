@@ -17,6 +17,7 @@ from loka.dispatch import Policy, make_plan
 from loka.records import Interval, RecordError
 from loka.records.tuning import SizeEstimate, SizeEstimates, TunedUnit, Tuning
 from loka.report import Pair, Results, render, render_pair, write_html
+from loka.report.results import read_any
 
 from .job import make_comparison, make_everything, make_results
 
@@ -177,6 +178,11 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"kind": "plan", "sch')
     with pytest.raises(RecordError, match="truncated or damaged"):
         Results.load(tmp_path)
+
+
+def test_a_record_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"none\.json: cannot be read: No such file or directory"):
+        read_any(tmp_path / "none.json")
 
 
 def test_it_needs_no_torch() -> None:

@@ -167,7 +167,9 @@ def read_any(path: Path) -> Record:
     """Read one record file of any kind that a report can show."""
     try:
         header = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not valid JSON ({error}); the file is truncated or damaged") from error
     kind = header.get("kind") if isinstance(header, dict) else None
     if kind not in _KINDS:
