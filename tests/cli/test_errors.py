@@ -267,3 +267,39 @@ def test_options_are_named_as_they_were_typed(tmp_path: Path) -> None:
     assert f"error: --checkpoint {tmp_path}/text: not a safetensors file" in fail(*tune, "--checkpoint", tmp_path / "text")  # fmt: skip
     text = fail("simulate", "--forward", 4, "--backward", 8, "--gpus", "8,many")
     assert "error: --gpus '8,many': expected whole numbers with commas between them" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("load", "http://127.0.0.1:9", "--model", "m", "--out"),
+        ("load", "http://127.0.0.1:9", "--model", "m", "--report"),
+        ("ab", "a.jsonl", "b.jsonl", "--out"),
+        ("analyze", "wukong:tiny", "--out"),
+        ("bench", "kernels", "--device", "cpu", "--out"),
+        ("quantize", f"{HERE}:factory", "--out"),
+    ],
+    ids=lambda words: " ".join((words[0], words[-1])),
+)
+def test_results_that_could_not_be_written_are_not_computed(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    folder = tmp_path / "folder.safetensors"
+    folder.mkdir()
+    assert f"{words[-1]} {folder}: is a folder, expected a file" in fail(*words, folder)
+    inside = tmp_path / "file" / "x.safetensors"
+    assert f"{words[-1]} {inside}: {tmp_path / 'file'} cannot be written" in fail(*words, inside)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "--train", "1", "--out"),
+        ("quantize", f"{HERE}:factory", "--out", "q.safetensors", "--export"),
+        ("convert", f"{HERE}:factory", "--recipe", "rowwise", "--out"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_folders_that_could_not_be_made_are_refused_before_the_work(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert f"{words[-1]} {tmp_path}/file: is a file, expected a folder" in fail(*words, tmp_path / "file")
+    assert f"{words[-1]} {tmp_path}/file/a: {tmp_path}/file cannot be written" in fail(*words, tmp_path / "file" / "a")

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -53,6 +55,7 @@ def ab(
     """Compare two models user by user."""
     from loka import records
 
+    check_file("--out", out)
     if online is not None:
         if baseline is not None or candidate is not None:
             raise ValueError("--online reads an experiment's folder and takes no models")

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file
+
 if TYPE_CHECKING:
     from loka.records import Analysis, ModelStats
 
@@ -40,6 +42,7 @@ def analyze(
     from loka import records
     from loka.ptq import REFERENCES
 
+    check_file("--out", out)
     if batches < 0:
         raise ValueError(f"--batches {batches}: expected 0 or more")
     if trained and not any("." in model.partition(":")[0] and ":" in model for model in models):

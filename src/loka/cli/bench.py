@@ -17,6 +17,8 @@ from typing import Annotated
 
 import typer
 
+from loka.cli.places import check_file
+
 app = typer.Typer(no_args_is_help=True)
 
 
@@ -49,6 +51,7 @@ def kernels(
     from loka.measure import bench
     from loka.records import save, to_json
 
+    check_file("--out", out)
     config = bench.BenchConfig(
         op=op,
         shapes=parse_shapes(shapes),

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from loka.cli.places import check_folder
+
 STEPS = 4
 REPORT = "conversion.json"
 
@@ -85,8 +87,6 @@ def convert(
 
 def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps: int | None, out: Path | None) -> None:
     """Reject contradictory options and an unwritable --out before anything is loaded."""
-    from loka.cli.probe import check_writable
-
     if steps is not None and steps < 1:
         raise ValueError(f"--steps {steps}: expected at least 1")
     if steps is not None and scales == "dynamic":
@@ -95,8 +95,7 @@ def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps
         )
     if keep and plan is not None:
         raise ValueError("--keep goes with --recipe: a plan already says which modules to convert")
-    if out is not None:
-        check_writable("--out", out / REPORT)
+    check_folder("--out", out)
 
 
 def _leaving(model: Any, patterns: list[str]) -> Any:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_folder
+
 if TYPE_CHECKING:
     from loka.data.sequences import SequenceData
     from loka.inference import Bundle
@@ -48,6 +50,7 @@ def generate(
     folder = from_ or out
     if folder is None:
         raise ValueError("--train needs --out, the folder to write the model to")
+    check_folder("--out", out)
     if top > beams:
         raise ValueError(f"--top {top} needs at least as many --beams, got {beams}")
     from loka.cli.subject import find_device

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loka.cli.places import check_file
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
@@ -50,6 +52,8 @@ def load(
     from loka.cli.serve import parse_seconds
     from loka.serving.load import Traffic, describe, make_body, send, summarize
 
+    check_file("--out", out)
+    check_file("--report", report)
     if report is not None:
         from loka.report.render import require_charts
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from loka.cli.places import check_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -153,22 +154,12 @@ def check_request(steps: int, sensitivity: int, out: Path | None, html: Path | N
         raise ValueError(f"--steps {steps} --sensitivity {sensitivity}: expected at least 1, and not negative")
     if resume and out is None:
         raise ValueError("--resume continues from the state next to the report: give --out")
-    for option, path in (("--out", out), ("--html", html)):
-        if path is not None:
-            check_writable(option, path)
+    check_file("--out", out)
+    check_file("--html", html)
     if html is not None:
         from loka.report.render import require_charts
 
         require_charts()
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Raise ValueError if a file cannot be written there, so that it happens before the work and not after."""
-    if path.is_dir():
-        raise ValueError(f"{option} {path}: is a folder, expected a file")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {path}: {folder} cannot be written")
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file, check_folder
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -55,9 +57,11 @@ def quantize(
     measured = bound is not None or widen
     if plan is not None and recipe != "auto":
         raise ValueError(f"--plan {plan} --recipe {recipe}: give one of them")
+    check_folder("--export", export)
     chosen = recipe if plan is None else records.Plan.load(plan)
     options: dict[str, Any] = {"recipe": chosen, "bound": bound, "widen": widen, "keep": tuple(keep or ())}
     if is_bundle(model):
+        check_folder("--out", out)
         split = (data, data_root, source)
         network, summary = quantize_bundle(Path(model), out, options, users if measured else None, split)
     elif Path(model).exists():
@@ -111,6 +115,7 @@ def quantize_network(
     split_name(model)  # report a missing folder or unknown model before complaining about --out
     if out.suffix != ".safetensors":
         raise ValueError(f"--out {out}: this model is written as one file, give a name that ends in .safetensors")
+    check_file("--out", out)
     subject = None
     network: Any
     if examples is not None or opening["data"] is not None or ":" not in model:
