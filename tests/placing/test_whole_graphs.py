@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import loka
 from foreign_zoo import DLRM, ZOO, Tower, encoder
 from loka import mods
+from loka.nn import BlockNorm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import zoo_more
@@ -105,8 +106,8 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        acts = (nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.LeakyReLU(0.2), nn.Sequential(nn.LayerNorm(64), nn.ReLU()))
-        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), act, nn.Linear(64, 64)) for act in (*acts, acts[0]))  # fmt: skip
+        acts = (nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.LeakyReLU(0.2), nn.Sequential(nn.LayerNorm(64), nn.ReLU()), nn.Sequential(BlockNorm(64), nn.ReLU()))  # fmt: skip
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), act, nn.Linear(64, 64)) for act in (*acts, acts[0], acts[-1]))  # fmt: skip
         self.twice, self.top = nn.Linear(64, 64), nn.Linear(64, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from loka.kernels.backend import Verdict, no
 from loka.kernels.dropout import Dropout, taken_apart
 from loka.kernels.fused_linear.call import (
     NORMALIZED,
-    NORMALIZED_SCALE,
     DgradCall,
     DgradResult,
     FusedCall,
@@ -21,6 +20,7 @@ from loka.kernels.fused_linear.call import (
     derived_from_output,
     dropped_in_output,
     kept_form,
+    normalized_scale,
 )
 from loka.kernels.fused_linear.launch import Launch
 from loka.kernels.op import invoke
