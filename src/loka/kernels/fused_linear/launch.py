@@ -46,10 +46,8 @@ _WAVE, _ELEMENT = 0.5, 0.72 / 32768  # epilogue: per wave, and per element of th
 _ALSO = 1.2 / 32768  # per element of an additional output
 _SPECIAL = 1.5 / 32768  # per element and step of `_SPECIAL_COST`
 _SPECIAL_COST = {"silu": 1, "tanh": 1, "sigmoid": 1, "gelu": 2, "gelu_tanh": 2}
-_PAIR, _PAIR_STAGES = (
-    (128, 128, 4, 2),
-    3,
-)  # two programs on a multiprocessor, and the loads in flight that both fit with
+_PAIR = (128, 128, 4, 2)  # bm, bn, warps, resident: two programs on a multiprocessor,
+_PAIR_STAGES = 3  # and the loads in flight with which both fit
 _HIDDEN, _PAIR_MULTIPLY = 0.4, 1.03  # the part of their epilogues that they hide, and their slower products
 _START = 3.3  # launch of the kernel
 _FINISH = 2.1  # launch of the second kernel
