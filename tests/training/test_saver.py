@@ -55,3 +55,21 @@ def test_the_best_step_survives_pruning(tmp_path):
     saver.wait()
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000002", "step-00000004"]
     assert module.Path(tmp_path / "best.json").exists()
+
+
+def test_a_write_is_still_pending_after_an_interrupted_wait(tmp_path, monkeypatch):
+    saver = Saver(tmp_path, keep=1)
+    saver.save(make_snapshot(1))
+    pending = saver._pending
+    with monkeypatch.context() as patch:
+        patch.setattr(pending, "exception", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saver.wait()
+    assert saver._pending is pending
+    saver.wait()
+    assert saver._pending is None
+    assert len(find_checkpoints(tmp_path)) == 1
+
+
+def interrupt():
+    raise KeyboardInterrupt
