@@ -1,6 +1,7 @@
 """Cadence, memory, files and ranks: what a probe does besides looking."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,6 +186,18 @@ def test_a_failed_save_is_not_silent(tmp_path: Path) -> None:
         probe.load(tmp_path / "torn")
 
 
+def test_a_save_is_still_pending_after_an_interrupted_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, probe = make(every=1)
+    probe.save(tmp_path / "probe.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(probe._saver._pending, "exception", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            probe.wait()
+    assert probe._saver._pending is not None
+    probe.wait()
+    assert (tmp_path / "probe.safetensors").exists()
+
+
 def test_merging_two_ranks_equals_one_that_saw_both() -> None:
     model, both = make(every=1, rows=64)
     parts = [Probe(model, every=1, rows=64) for _ in range(2)]
@@ -207,6 +220,40 @@ def test_merging_two_ranks_equals_one_that_saw_both() -> None:
             )
             assert torch.equal(merged.statistics[role].bins, one.statistics[role].bins)
         assert merged.reservoir.seen == one.reservoir.seen
+
+
+@pytest.mark.parametrize("trained_first", [True, False])
+def test_a_rank_that_trained_replaces_one_that_only_ran_forward(trained_first: bool) -> None:
+    model, trained = make(every=1, rows=64)
+    train(model, batches(2), trained)
+    trained.detach()
+    forward = Probe(model, every=1, rows=64)
+    with torch.no_grad():
+        model(100 * batches(1)[0][0])
+    forward.step()
+    mine, other = (trained, forward) if trained_first else (forward, trained)
+    mine.merge(other.state_dict())
+    watch = mine.watch("first")
+    assert (watch.calls, watch.forward_only, mine._switch.ungraded) == (2, False, False)
+    assert float(watch.reservoir.x.abs().max()) < 10, "only what was seen in training"
+    if not trained_first:
+        train(model, batches(1), mine)
+        assert watch.calls == 3, "what was merged is kept when training begins here"
+
+
+def test_ranks_that_only_ran_forward_give_way_to_training_together() -> None:
+    model, one = make(every=1, rows=64)
+    two, empty = Probe(model, every=1, rows=64), Probe(model, every=1, rows=64)
+    empty._switch.on = False
+    with torch.no_grad():
+        model(batches(1)[0][0])
+    for probe in (one, two, empty):
+        probe.step()
+    empty.merge(one.state_dict())
+    empty.merge(two.state_dict())
+    assert (empty.watch("first").calls, empty.watch("first").forward_only) == (2, True)
+    train(model, batches(1), empty)
+    assert (empty.watch("first").calls, empty.watch("first").forward_only) == (1, False)
 
 
 def test_a_small_budget_lowers_the_cap_and_says_so() -> None:

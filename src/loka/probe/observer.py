@@ -218,6 +218,10 @@ class Observer:
                 tap.finish()
             shown = [watch.absorb(self.steps, loss_of) for watch in self._watches.values()]
         self.sampled_steps += any(shown)
+        self._find_ungraded()
+
+    def _find_ungraded(self) -> None:
+        """Tell the hooks whether calls without gradients count: only until some step has gradients."""
         self._switch.ungraded = all(watch.forward_only or not watch.calls for watch in self._watches.values())
 
     def _settle_loss(self, loss: Tensor | float | None) -> LossOf | None:
@@ -265,7 +269,7 @@ class Observer:
         self.steps, self.sampled_steps = state["counts"].tolist()[:2]
         for name, watch in self._watches.items():
             watch.load_state_dict(parts[name])
-        self._switch.ungraded = all(watch.forward_only or not watch.calls for watch in self._watches.values())
+        self._find_ungraded()
         self._schedule()
 
     def _split(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -302,6 +306,7 @@ class Observer:
         for name, part in self._split(state).items():
             self._watches[name].merge(part)
         self.sampled_steps = max(self.sampled_steps, int(state["counts"][1]))
+        self._find_ungraded()
 
     def gather(self, *, dst: int = 0, group: Any = None) -> None:
         """Merge the data of all ranks into rank `dst`. A collective call; other ranks keep their own data unchanged."""

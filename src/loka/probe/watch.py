@@ -469,8 +469,16 @@ class Watch:
         self._require_learned().load_state_dict(state)
 
     def merge(self, state: dict[str, Tensor]) -> None:
-        """Add the `state_dict` of the same site on another rank."""
+        """Add the `state_dict` of the same site on another rank. What was seen without gradients gives way to training."""
         calls, rows_seen, largest, dgrad, steps, k, n = state["counts"].tolist()
+        if not calls:
+            return
+        forward_only = bool(state.get("forward_only", False))
+        if forward_only and self.calls and not self.forward_only:
+            return
+        if self.forward_only and not forward_only:
+            self._discard_ungraded()
+        self.forward_only = forward_only
         if (k, n) != (0, 0):
             if self.learned is None:
                 self._prepare(k, n, self.device)
