@@ -303,3 +303,14 @@ def test_folders_that_could_not_be_made_are_refused_before_the_work(words: tuple
     (tmp_path / "file").write_text("x")
     assert f"{words[-1]} {tmp_path}/file: is a file, expected a folder" in fail(*words, tmp_path / "file")
     assert f"{words[-1]} {tmp_path}/file/a: {tmp_path}/file cannot be written" in fail(*words, tmp_path / "file" / "a")
+
+
+@pytest.mark.parametrize("option", ["layers=x", "layers=2.5", "top=3", "style=1", "bias=7"])
+def test_model_options_of_the_wrong_type_are_named(option: str) -> None:
+    name = option.partition("=")[0]
+    assert f"option {name} of wukong is " in fail("mods", "apply", "--set", option, "--data", "synthetic", "--data-option", "rows=1000")  # fmt: skip
+
+
+def test_data_options_of_the_wrong_type_are_named() -> None:
+    text = fail("mods", "apply", "--data", "synthetic", "--data-option", "rows=many")
+    assert "option rows of synthetic is 'many': expected `int`, got `str`" in text

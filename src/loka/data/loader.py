@@ -24,6 +24,7 @@ from loka.data.catalog import Entry, data_root, find_entry
 from loka.data.faults import MAX_BAD, BadRows, DataError
 from loka.data.progress import Progress, silent
 from loka.data.ranking import RankingData
+from loka.records.options import check_options
 
 if TYPE_CHECKING:
     from loka.data.sequences import SequenceData
@@ -217,6 +218,7 @@ def _make_options(entry: Entry, kind: type[Any], given: dict[str, Any]) -> Any:
     unknown = sorted(given.keys() - known.keys())
     if unknown:
         raise ValueError(f"{entry.name} has no option {unknown}; it has {known}")
+    check_options(kind, given, entry.name)
     return kind(**given)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from loka.models import dcn, dhen, dlrm, elfm, hstu, interformer, onerec, wukong
 from loka.models.ranker import Core, Ranker, count_vectors
 from loka.nn import Style
+from loka.records.options import check_options
 
 if TYPE_CHECKING:
     from loka.data.schema import Schema
@@ -96,6 +97,8 @@ def configure(family: str, size: str = "tiny", **overrides: Any) -> Any:
             raise ValueError(f"{family} has no option {name!r}; its options are {', '.join(sorted(own | shared))}")
     style = {k: v for k, v in overrides.items() if k in shared}
     plain = {k: v for k, v in overrides.items() if k in own}
+    check_options(Style, style, family)
+    check_options(known.config, plain, family)
     if style:
         plain["style"] = replace(plain.get("style", config.style), **style)
     return replace(config, **plain)
