@@ -82,7 +82,7 @@ def test_merge_refuses_what_it_cannot_read(tmp_path: Path, probe: Path) -> None:
 
 
 def test_prune(db: Path) -> None:
-    with pytest.raises(ValueError, match="what to delete"):
+    with pytest.raises(ValueError, match="give --before DAY, or --others"):
         run("db", "prune", "--db", db)
     with pytest.raises(ValueError, match="Invalid isoformat"):
         run("db", "prune", "--db", db, "--before", "yesterday")
@@ -156,3 +156,15 @@ def test_prune_reads_every_spelling_of_a_day(db: Path) -> None:
 def test_a_negative_limit_is_refused(db: Path) -> None:
     with pytest.raises(ValueError, match="--limit -1"):
         run("db", "show", "--db", db, "--limit", -1)
+
+
+def test_tune_refuses_devices_and_times_that_are_none(probe: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--device abacus"):
+        run("db", "tune", probe, "--db", tmp_path / "new.sqlite", "--device", "abacus")
+    with pytest.raises(ValueError, match="--seconds 0: expected a time above 0"):
+        run("db", "tune", probe, "--db", tmp_path / "new.sqlite", "--device", "cpu", "--seconds", 0)
+
+
+def test_suggest_refuses_a_model_that_was_not_probed(probe: Path) -> None:
+    with pytest.raises(ValueError, match=r"--model wukong:tiny has none of the sites of .*probe\.json \(a\)"):
+        run("mods", "suggest", probe, "--model", "wukong:tiny", "--data", "synthetic", "--data-option", "rows=1000")

@@ -43,3 +43,11 @@ def test_a_red_kernel_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shapes_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="MxKxN"):
         parse_shapes(text)
+
+
+def test_empty_shapes_and_unknown_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="'8x0x16' is empty"):
+        parse_shapes("8x0x16")
+    found = CliRunner().invoke(app, ["--device", "abacus"])
+    assert isinstance(found.exception, ValueError)
+    assert "--device abacus: " in str(found.exception)

@@ -48,6 +48,7 @@ def kernels(
     out: Annotated[Path | None, typer.Option(help="Also write the record to this file.")] = None,
 ) -> None:
     """Check and time the kernels of an op."""
+    from loka.cli.subject import find_device
     from loka.measure import bench
     from loka.records import save, to_json
 
@@ -57,7 +58,7 @@ def kernels(
         shapes=parse_shapes(shapes),
         variants=_list(variants),
         backends=_list(backends),
-        device=device,
+        device=str(find_device(device)),
         repeats=repeats,
         seconds=seconds,
         isolate=isolate,
@@ -82,5 +83,7 @@ def parse_shapes(text: str) -> list[tuple[int, int, int]]:
         if len(numbers) != 3 or not all(number.isdigit() for number in numbers):
             raise ValueError(f"shape {part!r} is not MxKxN, e.g. 2048x1024x1024")
         m, k, n = (int(number) for number in numbers)
+        if not m * k * n:
+            raise ValueError(f"shape {part!r} is empty; expected sizes of at least 1")
         shapes.append((m, k, n))
     return shapes

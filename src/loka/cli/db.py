@@ -163,6 +163,8 @@ def prune(
     from loka.dispatch import Database
     from loka.dispatch.rows import machine_here
 
+    if before is None and not others:
+        raise ValueError("nothing to delete: give --before DAY, or --others")
     with Database.open(db, create=False) as database:
         deleted = database.prune(before=before, except_machines=[machine_here()] if others else [])
         left = len(database)
@@ -184,12 +186,16 @@ def tune(
     from dataclasses import asdict
 
     from loka import dispatch, records
+    from loka.cli.subject import find_device
 
+    if not seconds > 0:
+        raise ValueError(f"--seconds {seconds:g}: expected a time above 0")
+    where = find_device(device)
     report = records.load(probe, records.ProbeReport)
     names = [name.strip() for name in backends.split(",") if name.strip()] or None
     jobs = dispatch.jobs_of_report(report, weights=weights, backends=names)  # type: ignore[arg-type]
     with dispatch.Database.open(db) as database:
-        result = dispatch.tune(jobs, database, device, seconds=seconds)
+        result = dispatch.tune(jobs, database, where, seconds=seconds)
     typer.echo(json.dumps(asdict(result)) if json_ else str(result))
     if not result.measured and result.unmeasured:
         raise typer.Exit(1)
