@@ -51,3 +51,8 @@ def test_tf32_changes_the_products_and_fp32_does_not():
         with precision_scope(name, a.device):
             errors[name] = float((a @ b - exact).abs().max())
     assert errors["tf32"] > 10 * errors["fp32"]
+
+
+def test_a_device_that_is_none_is_no_internal_error():
+    with pytest.raises(ValueError, match=r"device 'abacus': .*; expected auto, cpu or cuda"):
+        resolve_device("abacus")

@@ -20,7 +20,10 @@ def resolve_device(name: str) -> torch.device:
     """Return the device of a name: `auto` is the GPU if there is one; any other device must exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}; expected auto, cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} was asked for, but torch sees no CUDA GPU; use device='cpu' or 'auto'")
     return device
