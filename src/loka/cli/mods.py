@@ -105,8 +105,8 @@ def suggest(
         subject, example = _load(model, data, set_, data_option, data_root)
         names = dict(subject.model.named_modules())
         if not any(site.name in names for site in record.sites):
-            sites = ", ".join(site.name for site in record.sites[:4])
-            raise ValueError(f"--model {model} has none of the sites of {probe} ({sites}); expected the probed model")
+            first = ", ".join(site.name for site in record.sites[:4])
+            raise ValueError(f"--model {model} has none of the sites of {probe} ({first}); expected the probed model")
         found = mods.suggest(record, subject.model, example=example)
     if json_:
         typer.echo(json.dumps([asdict(suggestion) for suggestion in found]))
