@@ -4,6 +4,7 @@ Run this under the oldest torch that is supported before a GPU is used: compiler
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 import loka
 from foreign_zoo import DLRM, ZOO, Tower, encoder
 from loka import mods
+from loka.models import build
 from loka.nn import BlockNorm
+from loka.nn.tower import Style
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import zoo_more
@@ -115,11 +118,17 @@ class Several(nn.Module):
         return self.top(self.twice(h) * self.twice(x))
 
 
-def test_training_with_dynamic_shapes() -> None:
+def wukong_with_block_norms() -> nn.Module:
+    return build("wukong", "tiny", style=Style(norm="block", tower_norm="block", bias=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "shape"), [(Several, (64,)), (wukong_with_block_norms, (16, 16))])
+def test_training_with_dynamic_shapes(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     """To torch.compile(dynamic=True) numbers of objects and modules are variables, which two autograd functions cannot share."""
     torch.manual_seed(0)
-    model, x = Several(), torch.randn(16, 64)
-    loka.convert(model, loka.placing.plan_everything(model, x, linears=64))
+    model, x = make(), torch.randn(16, *shape)
+    loka.convert(model, loka.placing.plan_everything(model, x, linears=16))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (16, 16, 7):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from loka.formats import quantize
 from loka.kernels.backend import YES, Verdict
-from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED, norm_eps
 from loka.kernels.interaction.call import Interacted, InteractionCall
 
 
@@ -17,13 +17,13 @@ def supports(call: InteractionCall, device: torch.device) -> Verdict:
 def _norm(x: Tensor) -> Tensor:
     """Apply BlockNorm to blocks of 256 of the last dimension; the last block is normalized over its own width."""
     parts = [
-        part * torch.rsqrt(part.square().mean(-1, keepdim=True) + NORM_EPS) for part in torch.split(x, NORM_BLOCK, -1)
+        part * torch.rsqrt(part.square().mean(-1, keepdim=True) + norm_eps()) for part in torch.split(x, NORM_BLOCK, -1)
     ]
     return torch.cat(parts, -1)
 
 
 def _rstd(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1) + NORM_EPS)
+    return torch.rsqrt(x.square().mean(-1) + norm_eps())
 
 
 def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep: bool = False) -> Interacted:
@@ -66,7 +66,7 @@ def gradient(x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, call: Interactio
     flat = torch.matmul(wide, mixtures.mT).flatten(1)
     parts = []
     for p, d in zip(torch.split(flat, NORM_BLOCK, 1), torch.split(dq.float(), NORM_BLOCK, 1), strict=True):
-        rstd = torch.rsqrt(p.square().mean(1, keepdim=True) + NORM_EPS)
+        rstd = torch.rsqrt(p.square().mean(1, keepdim=True) + norm_eps())
         z = p * rstd
         parts.append(rstd * (d - z * (d * z).mean(1, keepdim=True)))
     dp = torch.cat(parts, 1).view(-1, call.n, call.k).to(x.dtype).float()
