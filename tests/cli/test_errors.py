@@ -314,3 +314,24 @@ def test_model_options_of_the_wrong_type_are_named(option: str) -> None:
 def test_data_options_of_the_wrong_type_are_named() -> None:
     text = fail("mods", "apply", "--data", "synthetic", "--data-option", "rows=many")
     assert "option rows of synthetic is 'many': expected `int`, got `str`" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--samples", 0, "--samples 0: expected a number above 0"),
+        ("--threads", 0, "--threads 0: expected a number above 0"),
+        ("--max-error", "nan", "--max-error nan: expected a number above 0"),
+        ("--backend", "nope", "scaled_mm has no backend 'nope'"),
+    ],
+)
+def test_what_the_evaluation_would_refuse_is_refused_before_the_training(
+    option: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loka.cli.probe.learn", lambda *_, **__: pytest.fail("it trained"))
+    assert said in fail(*OWN, option, value)
+
+
+def test_threads_and_the_monitor_of_train_are_checked() -> None:
+    assert "--threads 0: expected at least 1" in fail("train", "--threads", 0)
+    assert "monitor='nope' is none of auc, gauc, hr, " in fail("train", "--monitor", "nope", "--data", "synthetic", "--data-option", "rows=600")  # fmt: skip

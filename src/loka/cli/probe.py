@@ -108,6 +108,8 @@ def probe(
     from loka.probe import Probe
 
     check_request(steps, sensitivity, out, html, resume)
+    limits = {"--max-error": max_error, "--max-gradient-error": max_gradient_error, "--min-speedup": min_speedup}
+    check_evaluation({"--samples": samples, "--threads": threads, **limits}, backend or [])
     if threads is not None:
         torch.set_num_threads(threads)
     options, data_options = parse_options(set_), parse_options(data_option)
@@ -160,6 +162,17 @@ def check_request(steps: int, sensitivity: int, out: Path | None, html: Path | N
         from loka.report.render import require_charts
 
         require_charts()
+
+
+def check_evaluation(amounts: dict[str, float | None], backends: list[str]) -> None:
+    """Reject what otherwise only the evaluation would, after the training."""
+    from loka.kernels import registry
+
+    for option, amount in amounts.items():
+        if amount is not None and not amount > 0:
+            raise ValueError(f"{option} {amount:g}: expected a number above 0")
+    for name in backends:
+        registry.backend("scaled_mm", name)
 
 
 @contextmanager

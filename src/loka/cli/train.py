@@ -262,6 +262,8 @@ def check_request(order: Order, tensorboard: bool, *, distributed: bool) -> None
     import os
 
     resume = order.resume
+    if order.threads is not None and order.threads < 1:
+        raise ValueError(f"--threads {order.threads}: expected at least 1")
     if resume and order.weights is not None:
         raise ValueError("--resume continues a run and --from starts a new one: choose one")
     if order.out is None and (resume or tensorboard):

@@ -58,5 +58,8 @@ def _is_lower_better(config: TrainConfig) -> bool:
         return config.monitor_direction == "min"
     stem = config.monitor.partition("/")[0].partition("@")[0].lower()
     if stem not in _LOWER_IS_BETTER | _HIGHER_IS_BETTER:
-        raise ValueError(f"is {config.monitor!r} better high or low? set monitor_direction to 'min' or 'max'")
+        known = ", ".join(sorted(_LOWER_IS_BETTER | _HIGHER_IS_BETTER))
+        raise ValueError(
+            f"monitor={config.monitor!r} is none of {known}; hint: for a metric of your own set monitor_direction to 'min' or 'max'"
+        )
     return stem in _LOWER_IS_BETTER
