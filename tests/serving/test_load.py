@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import statistics
 from itertools import pairwise
@@ -28,7 +29,7 @@ def test_arrivals_are_drawn_beforehand() -> None:
     assert statistics.stdev(gaps) == pytest.approx(0.01, rel=0.1)  # exponential: as wide as its mean
     assert due == Traffic(rate=100, seconds=50, sla=0.1).due()
     assert Traffic(rate=10, seconds=1, sla=0.1, arrivals="uniform").due() == [n / 10 for n in range(10)]
-    for bad in ({"rate": 0}, {"seconds": -1}, {"arrivals": "bursts"}):
+    for bad in ({"rate": 0}, {"rate": math.inf}, {"seconds": -1}, {"seconds": math.inf}, {"arrivals": "bursts"}):
         with pytest.raises(ValueError, match="expected"):
             Traffic(**{"rate": 1, "seconds": 1, "sla": 1, **bad})  # type: ignore[arg-type]
 
@@ -103,6 +104,8 @@ def test_random_requests_fit_what_was_described() -> None:
     source = random.Random(0)
     history = json.loads(make_body([{"name": "history", "datatype": "INT64", "shape": [-1]}], items=5, vocabulary=9, rows=2, users=3)(0, source))  # fmt: skip
     assert len(history["history"]) == 5
+    with pytest.raises(ValueError, match="rows 0, users 3: expected at least 1"):
+        make_body([], items=5, vocabulary=9, rows=0, users=3)
     columns = [
         {"name": "price", "datatype": "FP32", "shape": [-1]},
         {"name": "item", "datatype": "INT64", "shape": [-1]},

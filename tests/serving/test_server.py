@@ -332,6 +332,8 @@ def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
         Server(Sleeper(COST), sla=1.0, host="0.0.0.0")
     with pytest.raises(ValueError, match="needs a token"):
         Server(Sleeper(COST), sla=1.0, admin_host="0.0.0.0", admin_port=0)
+    with pytest.raises(ValueError, match="port 8000 is given twice"):
+        Server(Sleeper(COST), sla=1.0, port=8000, admin_port=8000)
     short = tmp_path / "short"
     short.write_text("abc")
     with pytest.raises(ValueError, match="16 characters"):

@@ -12,6 +12,7 @@ content length, which loka's server sends.
 import asyncio
 import bisect
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         for name in ("rate", "seconds", "sla", "connections", "timeout"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"Traffic.{name} is {getattr(self, name)}; expected a positive number")
         if self.arrivals not in ("poisson", "uniform"):
             raise ValueError(f"Traffic.arrivals is {self.arrivals!r}; expected 'poisson' or 'uniform'")
@@ -284,6 +285,10 @@ def make_body(inputs: Sequence[dict[str, Any]], *, items: int, vocabulary: int, 
         rows: rows of a request to a ranker.
         users: number of different users.
     """
+    if items < 0 or min(vocabulary, rows, users) < 1:
+        raise ValueError(
+            f"items {items}, vocabulary {vocabulary}, rows {rows}, users {users}: expected at least 1 (items: 0)"
+        )
     generative = {one["name"] for one in inputs} <= {"history", "codes"}  # a ranker may have a column of that name
 
     def draw(number: int, source: random.Random) -> bytes:

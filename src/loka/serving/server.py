@@ -83,6 +83,8 @@ class Server:
                 raise ValueError(
                     f"{name} {address} can be reached by others: that needs a token; hint: --token-file FILE"
                 )
+        if port and port == admin_port:  # both could be bound: with SO_REUSEADDR only listening tells
+            raise ValueError(f"port {port} is given twice, for requests and for the operator; hint: --admin-port")
         if policy is None:
             assert sla is not None  # checked above
             # with 2 ms, 0.9 % of the answers were late at twice the capacity
