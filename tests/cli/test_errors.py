@@ -335,3 +335,17 @@ def test_what_the_evaluation_would_refuse_is_refused_before_the_training(
 def test_threads_and_the_monitor_of_train_are_checked() -> None:
     assert "--threads 0: expected at least 1" in fail("train", "--threads", 0)
     assert "monitor='nope' is none of auc, gauc, hr, " in fail("train", "--monitor", "nope", "--data", "synthetic", "--data-option", "rows=600")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--train-steps", -1), ("--batches", 1), ("--margin", "nan"), ("--seconds", 0)]
+)
+def test_numbers_of_tune_are_checked_before_a_model_is_opened(option: str, value: object, tmp_path: Path) -> None:
+    text = fail("tune", "no.such:model", "--out", tmp_path / "out", option, value)
+    assert f"{option} {value}" in text
+    assert "expected" in text
+
+
+@pytest.mark.parametrize(("option", "value"), [("--margin", -1), ("--margin", "nan"), ("--top", 0)])
+def test_numbers_of_ab_are_checked_before_models_are_opened(option: str, value: object) -> None:
+    assert f"{option} {value}" in fail("ab", "none", "none", option, value)

@@ -56,6 +56,8 @@ def ab(
     from loka import records
 
     check_file("--out", out)
+    if not margin > 0 or top < 1:
+        raise ValueError(f"--margin {margin:g} --top {top}: expected a number above 0, and at least 1")
     if online is not None:
         if baseline is not None or candidate is not None:
             raise ValueError("--online reads an experiment's folder and takes no models")

@@ -81,7 +81,10 @@ def tune(
 
     if row_factor != 1 and target is None:
         raise ValueError(f"--row-factor {row_factor:g} needs --target, the GPU it refers to")
-
+    if train_steps < 0 or batches < 2:  # before the model is trained
+        raise ValueError(f"--train-steps {train_steps} --batches {batches}: expected at least 0 and 2")
+    if not (margin > 0 and seconds > 0):
+        raise ValueError(f"--margin {margin:g} --seconds {seconds:g}: expected numbers above 0, e.g. 0.0002 and 60")
     subject = load_subject(
         model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_),
         data_options=parse_options(data_option),
