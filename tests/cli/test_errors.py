@@ -349,3 +349,19 @@ def test_numbers_of_tune_are_checked_before_a_model_is_opened(option: str, value
 @pytest.mark.parametrize(("option", "value"), [("--margin", -1), ("--margin", "nan"), ("--top", 0)])
 def test_numbers_of_ab_are_checked_before_models_are_opened(option: str, value: object) -> None:
     assert f"{option} {value}" in fail("ab", "none", "none", option, value)
+
+
+def text_batches(split: str) -> Iterator[tuple[str, str]]:
+    yield "a", "b"
+
+
+def test_data_that_analyze_cannot_run_is_named() -> None:
+    assert "nothing: no batch in pass 0 over 'train'" in fail("analyze", f"{HERE}:factory", "--data", f"{HERE}:nothing")
+    text = fail("analyze", f"{HERE}:factory", "--data", f"{HERE}:text_batches")
+    assert f"a batch of {HERE}:text_batches does not go through the model and the loss: TypeError: linear()" in text
+
+
+def test_export_refuses_what_it_would_not_use_or_could_not_write(tmp_path: Path) -> None:
+    words = ("export", "wukong:tiny", "--recipe", "rowwise", "--out")
+    assert "--factory a:b is for a ranker's folder" in fail(*words, tmp_path / "x.pt2", "--factory", "a:b")
+    assert f"--out {tmp_path}: is a folder, expected a file" in fail(*words, tmp_path)

@@ -13,6 +13,7 @@ here. `loka report analysis.json` plots the record. Exit 2 if the request is inv
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,9 +79,7 @@ def look(
     subject = load_subject(model, data, batch_size=512, seed=seed, root=root, source=source)
 
     def run(network: Any) -> None:
-        for number, batch in enumerate(subject.batches("train")):
-            if number == batches:
-                return
+        for batch in islice(subject.stream("train"), batches):
             subject.loss(batch)
 
     own = trained and "." in model.partition(":")[0]

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file
+
 
 def export(
     model: Annotated[str, typer.Argument(help="wukong:small, pkg.module:factory, or the folder of a ranker.")],
@@ -38,12 +40,15 @@ def export(
     """Export a frozen model to one file that runs without loka."""
     from loka.exporting import export as run
 
+    check_file("--out", out)
     if model.endswith(".json"):
         raise ValueError(f"{model} is a file, expected a model; hint: a plan for another library is written by loka translate {model} torchao")  # fmt: skip
     if Path(model).is_dir():
         if given := [name for name, value in {"plan": plan, "recipe": recipe, "weights": weights, "data": data}.items() if value is not None]:  # fmt: skip
             raise ValueError(f"{model} is a ranker's folder, which has its own {given[0]}: leave out --{given[0]}")
         network, example = _open_folder(Path(model), factory, batch_size, device)
+    elif factory is not None:
+        raise ValueError(f"--factory {factory} is for a ranker's folder; {model} is built by its name")
     else:
         network, example = _open_model(model, data, plan, recipe, weights, batch_size, seed, device)
     made = run(network, example, out, format=format, dynamic=not fixed, tolerance=tolerance)  # type: ignore[arg-type]

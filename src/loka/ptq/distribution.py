@@ -130,6 +130,8 @@ def _observe_activations(model: nn.Module, run: Callable[[nn.Module], Any]) -> l
         if isinstance(module, Site | FeatureMix):
 
             def observe(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                if not args or not isinstance(args[0], Tensor):
+                    return  # the layer itself says what is wrong with it, or was called by name
                 rows = args[0].detach().reshape(-1, args[0].shape[-1])
                 if name not in seen:
                     seen[name], first[name] = Statistics(rows.shape[1], rows.device), rows[:4096].clone()
