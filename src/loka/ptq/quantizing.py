@@ -233,7 +233,9 @@ def _decide(
 ) -> _Decided:
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"keep={pattern!r} matches no site; sites are {', '.join(list(found)[:8])}, ...")
+            raise ValueError(
+                f"keep={pattern!r} matches no site; sites are {', '.join(list(found)[:8])}{', ...' * (len(found) > 8)}"
+            )
     made, taken = _Decided({}, {}, {}), spoken_for(model)
     for name, module in found.items():
         experts = isinstance(module, GroupedLinear)
