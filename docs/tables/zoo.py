@@ -35,7 +35,14 @@ LATER = {
     "training": ("zoo_wukong_train", "zoo_training_modes_2", "zoo_training_modes_1", "zoo_training_max"),
     "inference": ("zoo_wukong_infer",),
 }  # newest first
-AGAIN = {"training": {"zoo_dlrm_train": ("dlrm", "newer code, which writes the gradients of its vectors contiguously; in this run bf16 left 479 columns unpadded")}}
+AGAIN = {
+    "training": {
+        "zoo_dlrm_train": (
+            "dlrm",
+            "newer code, which writes the gradients of its vectors contiguously; in this run bf16 left 479 columns unpadded",
+        )
+    }
+}
 WAYS = (
     "bf16",
     "bf16+max",

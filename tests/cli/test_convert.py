@@ -159,7 +159,10 @@ def test_a_plan_with_mods_for_a_model_of_two_inputs(tmp_path: Path) -> None:
         (["--recipe", "rowwise", "--keep", "typo*"], r"--keep matches no linear: typo\*; linears are 0, 2"),
         (["--recipe", "rowwise", "--keep", "0", "--keep", "head"], "--keep matches no linear: head"),
         (["--recipe", "rowwise", "--steps", "3"], "dynamic ones need no batch"),
-        (["--recipe", "rowwise", "--out", "own_convert_model.py"], "--out own_convert_model.py: is a file, expected a folder"),
+        (
+            ["--recipe", "rowwise", "--out", "own_convert_model.py"],
+            "--out own_convert_model.py: is a file, expected a folder",
+        ),
         (["--recipe", "rowwise", "--backend", "cutlass"], "no backend 'cutlass'"),
     ],
 )
