@@ -354,3 +354,10 @@ def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(ValueError, match=r"needs onnx .*pip install 'loka\[onnx\]'"):
         loka.export(small(), torch.randn(8, 40), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan")])
+def test_a_tolerance_that_is_none_is_refused_before_anything_is_compiled(tolerance: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected 0 or more"):
+        loka.export(nn.Linear(2, 2).eval(), torch.randn(2, 2), tmp_path / "x.pt2", tolerance=tolerance)
+    assert not list(tmp_path.iterdir())

@@ -123,6 +123,8 @@ def export(
         >>> torch._inductor.aoti_load_package("ranker.pt2")(dense, categorical)  # anywhere
     """
     target, kind = Path(path), _find_format(Path(path), format)
+    if not tolerance >= 0:  # also NaN, with which nothing would be compared
+        raise ValueError(f"tolerance={tolerance}: expected 0 or more, such as 0.01")
     inner = unwrap(model)
     _check_model(inner)
     if kind == "onnx":
