@@ -27,7 +27,7 @@ END = "<!-- end of numbers -->"
 
 SECTIONS = (
     ("Unmodified PyTorch models", "zoo_training_modes_1.json, zoo_training_modes_2.json, zoo_dlrm_train.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_infer.json", zoo.zoo_table,
-     "Plain PyTorch: whole training step with AdamW, or inference, in CUDA graphs with static shapes, measured alternately on one H200. \"Our layout\" is bf16 with only the rewrites that keep the function; it separates their gain from that of FP8. torchao's training times of an earlier run are in zoo_training.json: 1.08x (DLRM), 0.94x (tower), 0.85x (cross network) and 1.10x (encoder) of the time of compiled bf16."),
+     "Plain PyTorch: whole training step with AdamW, or inference, in CUDA graphs with static shapes, measured alternately on one H200. \"Our layout\" is bf16 with only the rewrites that keep the function; it separates their gain from that of FP8."),
     ("Modified architectures, and models of this package", "zoo_tower_cross.json, zoo_wukong_infer.json, zoo_mods_train.json, zoo_families.json, zoo_hstu.json", zoo.changed_table,
      "Mods (no biases, BlockNorm, hard swish) change the function, so the model must be trained with them; the baseline is the unmodified model in bf16. InterFormer and HSTU are compared with their own bf16 code at commit 1ed489d. The column \"bf16, with the changes\" is bf16 with the same mods, and for the latter two includes later bf16 improvements (attention that skips padding, rotary angles from a table)."),
     ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,

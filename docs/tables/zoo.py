@@ -73,7 +73,18 @@ def zoo_table() -> str | None:
                 if cells := {row["way"]: row for row in newer if row["mode"] == mode}:
                     rows.append([f"{title}: {why}", name, *(_cell(cells.get(way)) for way in WAYS), _speedup(cells)])
     head = ["model", "step, ms", "bf16", "bf16, max-autotune", "bf16, our layout", "torchao tensorwise", "torchao rowwise", "loka", "loka, max-autotune", "loka over the fastest bf16"]  # fmt: skip
-    return table(head, rows)
+    return "\n\n".join(part for part in (table(head, rows), _torchao_before()) if part)
+
+
+def _torchao_before() -> str:
+    """Return one sentence: torchao in training, from the runs that have it."""
+    rows, said = _newest("policies", "zoo_training", "zoo_training_max"), []
+    for model, title in MODELS.items():
+        cells = {row["way"]: row["ms"] for row in rows if row["model"] == model and "ms" in row}
+        best = min((ms for way, ms in cells.items() if way.startswith("torchao")), default=None)
+        if best is not None and "bf16" in cells:
+            said.append(f"{title.partition(' (')[0]} {cells['bf16'] / best:.2f}x")
+    return f"torchao in training, its best recipe of an earlier run over compiled bf16 of that run (policies.json, zoo_training.json): {'; '.join(said)}." if said else ""  # fmt: skip
 
 
 def _newest(*files: str) -> list[dict[str, Any]]:
