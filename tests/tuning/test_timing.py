@@ -111,7 +111,7 @@ def test_what_is_no_function_and_no_model_is_named() -> None:
 
 def test_a_loss_that_is_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-    batches = [(torch.full((8, 64), value), torch.zeros(8)) for value in (1.0, float("nan"), 1.0, 1.0)]
+    batches = [(torch.full((8, 64), value), torch.zeros(8)) for value in (1.0, float("nan"), 2.0, 3.0)]
     with pytest.raises(ValueError, match="the loss of batch 1 is nan: expected a finite number"):
         loka.tune(model, batches, loss)
     assert type(model[0]) is nn.Linear

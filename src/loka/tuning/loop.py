@@ -66,8 +66,8 @@ def tune(
 
     Args:
         model: any nn.Module. Train it for a while first: results for an untrained model mean little.
-        batches: (inputs, target) pairs for `loss`, anything for `step`. At most 64 are kept. Choices are made on the
-            first half and verified on the second, the held-out batches.
+        batches: (inputs, target) pairs for `loss`, anything for `step`. At most 64 are kept, up to where they start
+            over. Choices are made on the first half and verified on the second, the held-out batches.
         loss: loss(output, target). One value per example (reduction="none") needs far fewer batches than a mean.
         step: step(model, batch) -> loss, instead of `loss`. It must not call backward or an optimizer.
         metric: metric(model, batch) -> a number or a tensor of numbers, lower is better; verified instead of the loss.

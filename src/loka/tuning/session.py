@@ -81,7 +81,7 @@ class Session:
         With `may_drop_mods` they may be dropped if they do not pay off: tune applied them, and the user did not ask.
         """
         call = self.call
-        call.notes += describe_unseen_products(call.task.model)
+        call.notes += [*call.task.notes, *describe_unseen_products(call.task.model)]
         with call.phase("look"):
             looked = look(call.task, training=call.training, progress=call.progress)
             base = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)

@@ -9,23 +9,22 @@ more batches for the same certainty.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from loka.measure.device import device_of
+from loka.tuning.batches import keep_batches, versions_of
 from loka.units.example import Example, NotCalledError, Steps, call_model, capture_example, copy_containers, tensors_in
-from loka.units.undisturbed import same_randomness, undisturbed
+from loka.units.undisturbed import undisturbed
 
 Step = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # makes one from the parameters of a model
-MOST = 64  # batches to keep at most
 
 
 @dataclass
@@ -49,6 +48,7 @@ class Task:
     step: Step | None = None
     autocast: torch.dtype | None = None
     kept: list[Any] = field(init=False)
+    notes: list[str] = field(init=False)  # about the batches
     _checked: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
@@ -60,8 +60,7 @@ class Task:
             check_arity("step", self.step, 2, "(model, batch)")
         if not isinstance(self.batches, Iterable):
             raise ValueError(f"batches is {type(self.batches).__name__}, expected an iterable of batches: a list, a DataLoader, a generator")  # fmt: skip
-        with same_randomness():  # a loader that shuffles draws from the generators of the process
-            self.kept = list(islice(iter(self.batches), MOST))
+        self.kept, self.notes = keep_batches(self.batches)
         if not self.kept:
             raise ValueError("batches is empty, or an iterator that is already used up; expected at least 2 batches")
         if len(self.kept) < 2:
@@ -123,16 +122,16 @@ class Task:
         scaled = {id(p) for m in model.modules() if getattr(m, "max_norm", None) is not None for p in m.parameters()}
         weights = [p for p in model.parameters() if id(p) not in scaled]  # a table with max_norm rescales itself
         given = list(tensors_in(batch))
-        before = _versions(weights), _versions(given)
+        before = versions_of(weights), versions_of(given)
         try:
             value = step(model, copy_containers(batch))
         except RuntimeError as error:
             if not torch.is_grad_enabled() and "does not require grad" in str(error):
                 raise ValueError(f"the step calls backward: {calls}") from error
             raise
-        if _versions(weights) != before[0]:
+        if versions_of(weights) != before[0]:
             raise ValueError(f"the step changes the weights of the model: {calls}")
-        if _versions(given) != before[1]:
+        if versions_of(given) != before[1]:
             raise ValueError("the step changes its batch in place, so repeated runs would see different data; hint: clone what it writes to")  # fmt: skip
         self._checked.add(id(batch))
         return value
@@ -154,11 +153,6 @@ class Task:
     def steps(self) -> Steps:
         """Return functions that run the model on each batch."""
         return Steps(tuple(partial(self.losses, self.model, batch) for batch in self.kept))
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the version counter of every tensor, which changes when it is written to; 0 for inference tensors."""
-    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def check_arity(name: str, function: Any, given: int, what: str) -> None:
