@@ -9,16 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loka.serving import BatchTimes, Entry, Policy, Scheduler, Shed
+from loka.serving.queues import Queues
 
 COST = {(1, 16): 0.010, (2, 16): 0.012, (4, 16): 0.016, (8, 16): 0.024, (16, 16): 0.040}
 LONG = {(1, 64): 0.013, (4, 64): 0.021, (8, 64): 0.033}
 
 
-def make(cost: dict[tuple[int, int], float], sla: float = 0.05, **options: float) -> Scheduler:
+def make(
+    cost: dict[tuple[int, int], float], sla: float = 0.05, kind: type[Scheduler] = Scheduler, **options: float
+) -> Scheduler:
     times = BatchTimes()
     for bucket, seconds in cost.items():
         times.learn(bucket, seconds)
-    return Scheduler(cost, policy=Policy(sla=sla, **{"reserve": 0.0, **options}), times=times)  # type: ignore[arg-type]
+    return kind(cost, policy=Policy(sla=sla, **{"reserve": 0.0, **options}), times=times)  # type: ignore[arg-type]
 
 
 def admit(scheduler: Scheduler, now: float, **options: float) -> Entry:
@@ -276,6 +279,42 @@ def test_with_known_times_nobody_who_was_admitted_is_late(traffic: list[tuple[fl
         own = [entry.order for entry in batch.entries if entry.context == batch.bucket[1]]
         assert own == sorted(own)
         assert own
+
+
+@settings(max_examples=150, deadline=None)
+@given(TRAFFIC, st.sampled_from([0.03, 0.05, 0.1]), st.booleans())
+def test_what_is_predicted_at_once_is_what_a_simulation_of_the_queue_says(
+    traffic: list[tuple[float, int, int]], sla: float, one_context: bool
+) -> None:
+    class Both(Scheduler):
+        def _predict(self, entry: Entry, now: float) -> tuple[float, int]:
+            end, late = super()._predict(entry, now)
+            told, told_late = self._simulate(self._queues, entry, now)
+            before = self._simulate(self._queues, None, now)[1]
+            limit = entry.deadline - self.reserve
+            assert abs(end - told) < 1e-9
+            if end <= limit and abs(end - limit) > 1e-9:  # else it is shed, whoever else is late
+                assert (late > before) == (told_late > before)
+            return end, late
+
+    cost = {(4, 16): 0.010, (8, 16): 0.014, (16, 16): 0.022, (4, 64): 0.013, (8, 64): 0.021}
+    if one_context:
+        cost = {bucket: seconds for bucket, seconds in cost.items() if bucket[1] == 16}
+        traffic = [(at, units, 3) for at, units, _ in traffic]
+    seen = simulate(make(cost, sla, kind=Both), traffic, cost)
+    assert len(seen["admitted"]) + len(seen["shed"]) == len(traffic)
+
+
+def test_admission_does_not_walk_along_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ranker may have hundreds of small requests waiting; each newcomer is judged without copying the queue."""
+    scheduler = make({(64, 0): 0.01}, sla=0.2, queue=2000)
+    scheduler.offer(None, now=0.0)
+    scheduler.start(now=0.0)
+    monkeypatch.setattr(Queues, "copy", lambda self: pytest.fail("the queue was copied"))
+    found = [scheduler.offer(None, now=1e-6 * n) for n in range(1500)]
+    admitted = sum(isinstance(one, Entry) for one in found)
+    assert 500 < admitted < 1500
+    assert {one.reason for one in found if isinstance(one, Shed)} == {"late"}
 
 
 def test_goodput_at_twice_the_capacity_is_that_at_capacity() -> None:

@@ -27,6 +27,7 @@ from loka.serving.service import Service
 from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
+LAGGING = 0.25  # of the SLA: a lag of the event loop from which on requests are shed unread
 
 
 class Front:
@@ -136,9 +137,13 @@ class Front:
         runner.sent(ticket)
 
     def _shed_if_lagging(self) -> None:
-        """Shed before reading the body if the event loop lags by more than the SLA: shedding must be cheap then."""
+        """Shed before reading the body if the event loop lags.
+
+        A request waits for the loop before it is read and again before its answer is sent, and reading is what the loop
+        has no time for: without this, requests that were read in vain leave no time for those that could be answered.
+        """
         lag = self.service.lag
-        if lag > self.service.policy.sla:
+        if lag > LAGGING * self.service.policy.sla:
             self.service.telemetry.count("loka_shed_total", model="-", reason="lag")
             self.service.telemetry.second()["shed"] += 1
             raise Refused(429, "lag", "the machine is overloaded", retry_after=lag)

@@ -35,6 +35,7 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from loka.serving.queues import Batch, Entry, Policy, Queues, Shed, fill
@@ -46,6 +47,14 @@ SENT = 256  # recent answers whose sending time is kept
 MOST = (
     0.25  # largest reserve, as a share of the SLA: beyond it the machine is overloaded and more reserve does not help
 )
+
+
+@dataclass(slots=True)
+class _Line:
+    """The waiting requests of one context, run one full batch after another: their seconds, and the last one's room."""
+
+    seconds: float = 0.0
+    room: int = 0
 
 
 class Scheduler:
@@ -77,6 +86,7 @@ class Scheduler:
         self.contexts = list(self.sizes)
         self.running: Batch | None = None
         self._queues = Queues()
+        self._lines: dict[int, _Line] = {}
         self._now = self._tried = -math.inf
         self._count = 0
         self._caps: dict[int, list[Bucket]] = {}
@@ -119,18 +129,19 @@ class Scheduler:
             return Shed("queue", self._wait_for_all(now))
         if (shed := self._check_admission(entry, now)) is not None:
             return shed
-        self._queues.add(entry)
+        self._add(entry)
         return entry
 
     def restore(self, job: Any, *, units: int, length: int, arrived: float, deadline: float) -> Entry:
         """Queue a request that was already admitted by the scheduler that this one replaces."""
         entry = self._make_entry(job, units, self.context_for(length), arrived, deadline)
-        self._queues.add(entry)
+        self._add(entry)
         return entry
 
     def cancel(self, entry: Entry) -> bool:
         """Remove a request from its queue; return False if it is already running or finished."""
         if entry.state == "waiting" and self._queues.remove(entry):
+            self._lines.pop(entry.context, None)
             entry.state = "cancelled"
             return True
         return False
@@ -141,6 +152,7 @@ class Scheduler:
         if self.running is not None:
             return None, []
         dropped = self._drop(self._queues, now)
+        self._lines.clear()
         for entry in dropped:
             entry.state = "dropped"
         chosen = self._choose(self._queues, now)
@@ -176,6 +188,36 @@ class Scheduler:
         self._count += 1
         return Entry(job, units, context, arrived, deadline, self._count)
 
+    def _add(self, entry: Entry) -> None:
+        if self._is_last(entry):
+            self._append(self._line(entry.context), entry)
+        else:
+            self._lines.pop(entry.context, None)
+        self._queues.add(entry)
+
+    def _is_last(self, entry: Entry) -> bool:
+        waiting = self._queues.by_context.get(entry.context)
+        return not waiting or waiting[-1].order < entry.order
+
+    def _line(self, context: int) -> _Line:
+        """Return the line of a context. It is kept: walking along a long queue for every request costs more than HTTP."""
+        line = self._lines.get(context)
+        if line is None:
+            line = self._lines[context] = _Line()
+            for entry in self._queues.by_context.get(context, ()):
+                self._append(line, entry)
+        return line
+
+    def _append(self, line: _Line, entry: Entry) -> None:
+        if entry.units > line.room:
+            line.seconds += self._full_time(entry)
+            line.room = self._buckets_for(entry)[-1].units
+        line.room -= entry.units
+
+    def _full_time(self, head: Entry) -> float:
+        """Return the time of a batch with this head that later arrivals may fill."""
+        return max(map(self._planned_time, self._buckets_for(head)))
+
     def _advance(self, now: float) -> float:
         self._now = max(self._now, now)
         return self._now
@@ -194,6 +236,7 @@ class Scheduler:
             ]
             self._caps[context] = sizes[: max(1, sizes.index(fitting[-1]) + 1 if fitting else 1)]
             self._first_buckets[context] = self._find_first_buckets(self._caps[context])
+        self._lines.clear()
 
     def _find_first_buckets(self, sizes: list[Bucket]) -> list[Bucket]:
         """Return the bucket to run first if 1, 2, ... times the smallest bucket's units wait; the larger at a tie."""
@@ -212,13 +255,25 @@ class Scheduler:
         return allowed or [next(b for b in self.sizes[entry.context] if b.units >= entry.units)]
 
     def _check_admission(self, entry: Entry, now: float) -> Shed | None:
-        end, late = self._simulate(self._queues, entry, now)
+        end, late = self._predict(entry, now)
         limit = entry.deadline - self.reserve
         if end > limit:
             return None if self._allow_trial(entry, now, limit) else Shed("late", end - limit)
         if late and late > self._simulate(self._queues, None, now)[1]:
             return Shed("others", self._remaining(now) + self._planned_time(self._buckets_for(entry)[0]))
         return None
+
+    def _predict(self, entry: Entry, now: float) -> tuple[float, int]:
+        """Return what `_simulate` would: at once if the newcomer queues behind all others of the only waiting context.
+
+        That is every request of a busy ranker. It makes nobody late.
+        """
+        alone = all(context == entry.context for context, waiting in self._queues.by_context.items() if waiting)
+        if self.running is None or not alone or not self._is_last(entry):
+            return self._simulate(self._queues, entry, now)
+        line = self._line(entry.context)
+        own = 0.0 if entry.units <= line.room else self._full_time(entry)
+        return now + self._remaining(now) + line.seconds + own, 0
 
     def _allow_trial(self, entry: Entry, now: float, limit: float) -> bool:
         if self.running is not None or len(self._queues):
@@ -256,7 +311,7 @@ class Scheduler:
         while (head := queues.first()) is not None:
             full = self._buckets_for(head)[-1]
             bucket, entries = self._gather(queues, head, self._first_bucket(queues, head) if starts_now else full)
-            at += self._planned_time(bucket) if starts_now else max(map(self._planned_time, self._buckets_for(head)))
+            at += self._planned_time(bucket) if starts_now else self._full_time(head)
             starts_now = False
             for entry in entries:
                 queues.remove(entry)
@@ -266,11 +321,15 @@ class Scheduler:
         return end, late
 
     def _drop(self, queues: Queues, now: float) -> list[Entry]:
-        gone = [
-            entry
-            for entry in queues
-            if not entry.trial and now + self.times.quantile(self._smallest_bucket(entry), MEDIAN) > entry.deadline
-        ]
+        medians = {bucket: self.times.quantile(bucket, MEDIAN) for bucket in self.buckets}
+        safe = now + max(medians.values())
+        gone = []
+        for waiting in queues.by_context.values():
+            for entry in waiting:
+                if entry.deadline >= safe:  # and so are all behind it
+                    break
+                if not entry.trial and now + medians[self._smallest_bucket(entry)] > entry.deadline:
+                    gone.append(entry)
         for entry in gone:
             queues.remove(entry)
         return gone
