@@ -7,6 +7,8 @@ import sys
 
 # An op whose results are one tensor is an error here on every machine; torch alone warns, and raises only where CI is set. Read when torch is imported, also by the processes that tests start.
 os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
+# One thread, as `make test` has it: with several, a busy machine may cut a product otherwise from one call to the next, and equal to the bit is no longer equal.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
