@@ -5,15 +5,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import loka
+from comms.ranks import on_ranks
 from loka.integrations import TuneDuringTraining, hf_callback, lightning_callback
+from loka.lowp import GuardConfig
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
-from tuning.small import MARGIN, Ranker, loss, make_batches
+from loka.records import TablePlan, UnitEvidence
+from loka.units import placed_tables
+from tuning.small import MARGIN, Ranker, loss, make_batches, placed
 
 
 def converted(model: nn.Module) -> bool:
@@ -70,6 +76,82 @@ def test_a_resumed_run_places_the_plan_again(tmp_path: Path) -> None:
     assert [name for name, _ in chains_of(again)] == [name for name, _ in chains_of(model)]
     loop(again, other, 3, first=31)
     assert other.tuned is None, "it was tuned before"
+
+
+def test_a_run_that_ended_before_it_was_tuned_is_tuned_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, tuning = Ranker(), make(tmp_path, after=4)
+    loop(model, make(tmp_path / "other", after=99), 30)
+    assert not tuning.resume(model, 30)
+    assert "plan.json" in caplog.text
+    loop(model, tuning, 2)
+    assert tuning.tuned is not None
+    assert converted(model)
+
+
+def test_resuming_leaves_no_trace_of_the_batch_that_it_is_tried_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Ranker()
+    loop(model, make(tmp_path), 31)
+    assert loka.Plan.load(tmp_path / "plan.json").mods
+    again = Ranker()
+    again.load_state_dict(model.state_dict())
+    before = torch.get_rng_state()
+    assert make(tmp_path).resume(again, 31)
+    assert again.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(again.buffers(), model.buffers(), strict=True))
+
+
+def test_what_guard_switched_stays_switched_in_a_resumed_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, tuning = Ranker(), make(tmp_path)
+    loop(model, tuning, 31)
+    tuning._guard.config = GuardConfig(max_error=1e-6, every=1)
+    loop(model, tuning, 1)
+    switched = {event.site for event in tuning.events if event.action == "switched"}
+    assert switched
+    again, other = Ranker(), make(tmp_path)
+    again.load_state_dict(model.state_dict())
+    other.resume(again, 32)
+    assert switched.isdisjoint(placed(again))
+    loop(Ranker(), make(tmp_path), 31)
+    assert not (tmp_path / "guard.json").exists(), "of an earlier run"
+
+
+def test_tables_of_a_plan_are_placed_again(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(50, 64), nn.Linear(64, 1))
+    tables = [TablePlan(name="0", rows="int8:row", count=50, width=64, bytes=3400, float32_bytes=12800, evidence=UnitEvidence(), reason="")]  # fmt: skip
+    plan = loka.placing.plan_everything(model, torch.zeros(2, 3, dtype=torch.int64), linears=1)
+    msgspec.structs.replace(plan, units=[], sites=[], tables=tables, seal=None).save(tmp_path / "plan.json")
+    assert make(tmp_path).resume(model, 31)
+    assert placed_tables(model) == ["0"]
+
+
+def test_a_model_that_is_converted_already_is_guarded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Ranker()
+    loop(model, make(tmp_path), 31)
+    other = make(tmp_path)
+    assert not other.resume(model, 31)
+    assert other._guard is not None
+
+
+def test_ranks_convert_by_one_plan(tmp_path: Path) -> None:
+    found = on_ranks(2, "integrations.jobs_during", "tune_with_other_batches", str(tmp_path))
+    assert found[0]["placed"]
+    assert found[0]["placed"] == found[1]["placed"]
+    assert [rank["tuned"] for rank in found] == [True, False]
+    assert torch.equal(*(rank["weight"] for rank in found))
+    again = on_ranks(2, "integrations.jobs_during", "resume", str(tmp_path))
+    assert [rank["placed"] for rank in again] == [found[0]["placed"]] * 2
+
+
+def test_a_choice_of_one_rank_is_called_that_and_shards_are_refused() -> None:
+    for rank, found in enumerate(on_ranks(2, "integrations.jobs_during", "tune_alone_and_sharded")):
+        assert any(f"chosen on rank {rank} of 2 alone" in note for note in found["notes"])
+        assert "sharded over ranks" in found["refused"]
+        assert "tune the model before fully_shard" in found["refused"]
 
 
 def test_guard_watches_from_then_on(tmp_path: Path) -> None:

@@ -154,6 +154,11 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         return [*self.tables, *self.collectives]
 
     @property
+    def changes_nothing(self) -> bool:
+        """Whether a model that the plan is applied to stays as it is."""
+        return not (self.units or self.mods or self.parts or any(site.low_precision_share for site in self.sites))
+
+    @property
     def low_precision_share(self) -> float:
         """Share of the GEMM FLOPs of a training step that this plan runs in low precision."""
         chained = {name for unit in self.units for name in unit.linears}

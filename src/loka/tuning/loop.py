@@ -26,6 +26,7 @@ from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
+from loka.probe.weights import is_sharded
 from loka.report.render import require_charts
 from loka.tuning.call import Call
 from loka.tuning.estimating import Estimator
@@ -145,7 +146,7 @@ def tune(
             made = session.run(names, may_drop_mods=not present and not architecture)
             record = msgspec.structs.replace(made, metric_name=_name_metric(metric))
         # convert applies the mods of the plan itself, as it does when the plan is loaded elsewhere
-        if record.plan.units or record.plan.mods or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
+        if not record.plan.changes_nothing:
             done = convert(
                 inner,
                 record.plan,
@@ -168,7 +169,7 @@ def _name_metric(metric: Any) -> str:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise if a model is already converted, or has weights without shape, values or gradients."""
+    """Raise if a model is already converted, or has weights without shape, values or gradients, or only a part of them."""
     converted = [*(name for name, _ in linears_of(model)), *(name for name, _ in chains_of(model))]
     if converted:
         raise ValueError(f"already converted: {', '.join(converted[:5])}; call loka.revert(model) first")
@@ -177,6 +178,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"{', '.join(lazy[:5])} have no shape yet; hint: run the model on one batch and train it before tuning it")  # fmt: skip
     if unused := [name for name, p in model.named_parameters() if p.is_inference()]:
         raise ValueError(f"{', '.join(unused[:5])}: made under torch.inference_mode, so they cannot have gradients; hint: make the model outside of it, then load_state_dict")  # fmt: skip
+    if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
+        raise ValueError(f"{', '.join(sharded[:5])}: sharded over ranks, so this rank cannot measure them; hint: tune the model before fully_shard, then loka.convert(model, plan) on every rank")  # fmt: skip
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ValueError(f"{', '.join(empty[:5])}: on the meta device, without values; hint: model.to_empty(device=...) and load_state_dict first")  # fmt: skip
 

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from loka import mods as mods_room
 from loka.dispatch.choosing import Limits, make_offers
@@ -39,6 +40,8 @@ class Session:
         self._verified: set[str] = set()  # units whose gradients have passed
         if call.evidence.resumed:
             call.notes.append("resumed from the evidence of an earlier call")
+        if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+            call.notes.append(f"chosen on rank {dist.get_rank()} of {ranks} alone, others may choose differently: convert all of them by one plan")  # fmt: skip
 
     def time_original(self) -> None:
         """Compile and capture the step of the unmodified model. If that fails, `call.untimed` says why."""
