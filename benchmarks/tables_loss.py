@@ -17,7 +17,7 @@ The plan is made once, by Probe, from a float32 run with a seed that is not comp
 with fewer than 64 inputs or outputs stay high (there is no FP8 tile for them), and gradient products are rounded stochastically: to nearest they are biased, which a score of one step
 does not see (FP8 input gradients, rounded to nearest at every linear of a tiny DLRM: +0.14 % on Census-Income; noise of the same size: 0.00 %). It is kept in the record.
 
-Ways to keep the rows of all tables while they train (rowwise Adagrad, DLRM, everything else in float32), in one process:
+Ways to keep the rows of all tables while they train (rowwise Adagrad, DLRM, everything else in float32), in one process, `--processes` runs at a time on one thread each (a run is no faster on two threads):
 
     int8               one scale a row, stochastic rounding          bf16        stochastic rounding
     e4m3               scales of powers of two, stochastic           e4m3-hot    the same, the hottest 20 % of the rows in float32
@@ -36,12 +36,15 @@ again after every run, and finished runs are not repeated.
 import argparse
 import json
 import math
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,11 @@ def rounding_to_nearest(planted: bool) -> Iterator[None]:
         law.uniform_bits = original
 
 
+@cache
+def read(name: str, root: Path | None, source: Path | None) -> Any:
+    return load(name, root=root, source=source)
+
+
 def prepare(seed: int, draw: int, data: Any, options: argparse.Namespace) -> tuple[Any, TrainConfig]:
     seed_everything(seed)
     model = build_ranker(data.schema, "dlrm", "tiny", d=options.width)
@@ -146,7 +154,7 @@ def run_on_ranks(
     asked = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(options).items()
-        if value is not None and name not in ("out", "ways", "seeds", "draws", "one_of_many", "plan")
+        if value is not None and name not in ("out", "ways", "seeds", "draws", "processes", "one_of_many", "plan")
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
@@ -166,10 +174,9 @@ def run_one_of_many(options: argparse.Namespace) -> None:
     from loka.training.distributed import DistributedTrainer, Distribution, joined
 
     way, seed, *draws = options.one_of_many.split(",")
-    torch.set_num_threads(1)
     results = []
     with joined("gloo"):
-        data = load(options.data, root=options.root, source=options.source)
+        data = read(options.data, options.root, options.source)
         for draw in map(int, draws):
             model, config = prepare(int(seed), draw, data, options)
             asked = dict(WAYS[way])
@@ -188,25 +195,29 @@ def run_one_of_many(options: argparse.Namespace) -> None:
             options.out.write_text(json.dumps(results))
 
 
+def run_alone(way: str, seed: int, options: argparse.Namespace, draw: int) -> dict[str, Any]:
+    """One run in this process."""
+    torch.set_num_threads(1)
+    data = read(options.data, options.root, options.source)
+    model, config = prepare(seed, draw + 1000 * (way == "again"), data, options)
+    quantize_tables(model, **WAYS[way])
+    for module in model.modules():
+        if hasattr(module, "backend"):
+            module.backend = "reference"  # the planted rounding is the law's
+    trainer = Trainer(model, data, config)
+    round_otherwise(trainer, draw)
+    with rounding_to_nearest(way == "e4m3-nearest"):
+        trainer.fit()
+    metrics = trainer.evaluate(data.test)
+    return {"way": way, "seed": seed, "draw": draw, "log_loss": metrics["log_loss"], "auc": metrics["auc"]}
+
+
 def run(
-    way: str, seed: int, draws: list[int], data: Any, options: argparse.Namespace, plan: Plan | None
+    way: str, seed: int, draws: list[int], options: argparse.Namespace, plan: Plan | None, pool: Executor
 ) -> list[dict[str, Any]]:
     if "collectives" in WAYS[way]:
         return run_on_ranks(way, seed, draws, options, plan)
-    results = []
-    for draw in draws:
-        model, config = prepare(seed, draw + 1000 * (way == "again"), data, options)
-        quantize_tables(model, **WAYS[way])
-        for module in model.modules():
-            if hasattr(module, "backend"):
-                module.backend = "reference"  # the planted rounding is the law's
-        trainer = Trainer(model, data, config)
-        round_otherwise(trainer, draw)
-        with rounding_to_nearest(way == "e4m3-nearest"):
-            trainer.fit()
-        metrics = trainer.evaluate(data.test)
-        results.append({"way": way, "seed": seed, "draw": draw, "log_loss": metrics["log_loss"], "auc": metrics["auc"]})
-    return results
+    return list(pool.map(partial(run_alone, way, seed, options), draws))
 
 
 def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -245,41 +256,44 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--embedding-learning-rate", type=float, default=2e-2)
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time of the ways that take one process")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--one-of-many", help=argparse.SUPPRESS)
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     if options.one_of_many:
         run_one_of_many(options)
         return 0
     settings = {
         name: value
         for name, value in vars(options).items()
-        if name not in ("out", "source", "root", "ways", "seeds", "draws", "one_of_many", "plan")
+        if name not in ("out", "source", "root", "ways", "seeds", "draws", "processes", "one_of_many", "plan")
     }
     stored = json.loads(options.out.read_text()) if options.out.exists() else {"settings": settings, "runs": []}
     if stored["settings"] != json.loads(json.dumps(settings)):
         raise SystemExit(f"{options.out} was made with other settings: {stored['settings']}")
-    data = load(options.data, root=options.root, source=options.source)
+    data = read(options.data, options.root, options.source)  # makes the cache, before others read it
     done = {(r["way"], r["seed"], r["draw"]) for r in stored["runs"]}
     plan = None
     if any(WAYS[way].get("planned") for way in options.ways.split(",")):
         if "plan" not in stored:
             stored["plan"] = json.loads(to_json(make_plan(data, options)))
         plan = from_json(json.dumps(stored["plan"]), Plan)
-    for seed in range(options.seeds):
-        for way in options.ways.split(","):
-            draws = [draw for draw in range(options.draws) if (way, seed, draw) not in done]
-            if not draws:
-                continue
-            start = time.perf_counter()
-            found = run(way, seed, draws, data, options, plan)
-            seconds = (time.perf_counter() - start) / len(draws)
-            stored["runs"] += [{**one, "seconds": seconds} for one in found]
-            print(f"{way} {seed}: {[round(one['log_loss'], 6) for one in found]}, {seconds:.0f} s each", file=sys.stderr, flush=True)  # fmt: skip
-            stored["environment"] = json.loads(_environment())
-            stored["changes"] = compare(stored["runs"])
-            options.out.write_text(json.dumps(stored, indent=1) + "\n")
+    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for seed in range(options.seeds):
+            for way in options.ways.split(","):
+                draws = [draw for draw in range(options.draws) if (way, seed, draw) not in done]
+                if not draws:
+                    continue
+                start = time.perf_counter()
+                found = run(way, seed, draws, options, plan, pool)
+                seconds = (time.perf_counter() - start) / len(draws)
+                stored["runs"] += [{**one, "seconds": seconds} for one in found]
+                print(f"{way} {seed}: {[round(one['log_loss'], 6) for one in found]}, {seconds:.0f} s each", file=sys.stderr, flush=True)  # fmt: skip
+                stored["environment"] = json.loads(_environment())
+                stored["changes"] = compare(stored["runs"])
+                options.out.write_text(json.dumps(stored, indent=1) + "\n")
     for row in stored["changes"]:
         interval = f"[{row['low']:+.4f}, {row['high']:+.4f}]"
         print(
