@@ -1,5 +1,6 @@
 """A frozen model as a file: equal to the model, loaded where this library cannot be imported, refused by name where it cannot be written."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -276,6 +277,51 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, traced_only: None) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+class Behaved(nn.Module):
+    """A tower that ends in a function of (input, logits, itself)."""
+
+    def __init__(self, end: Callable[[Tensor, Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.tower, self.end = small(), end
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.end(x, self.tower(x), self)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda x, y, model: y + torch.rand_like(y), "other results if it is called with the same example again"),
+        (lambda x, y, model: y * model.calls, "other results if it is called with the same example again"),
+        (lambda x, y, model: torch.log(y - 100), "returns NaN for the example"),
+        (lambda x, y, model: y if x.sum() > 0 else -y, r"depends on values of its inputs.*test_package\.py"),
+    ],
+)
+def test_a_model_that_no_file_can_be_like_is_refused(end: Any, said: str, tmp_path: Path, traced_only: None, capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    model = Behaved(end).eval()
+    with pytest.raises(ValueError, match=said):
+        loka.export(model, torch.randn(8, 40), tmp_path / "m.pt2")
+    assert list(tmp_path.iterdir()) == []
+    assert "def forward" not in capfd.readouterr().err
+
+
+def test_scores_that_are_masked_out_are_compared(tmp_path: Path, traced_only: None) -> None:
+    model = Behaved(lambda x, y, model: y.masked_fill(x[:, :3] > 0, -math.inf)).eval()
+    assert loka.export(model, torch.randn(8, 40), tmp_path / "m.pt2").difference < 1e-3
+    assert package._differ([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, -math.inf])]) == math.inf
+
+
+def test_results_that_are_no_tensors_are_named_and_the_model_stays_as_it_is(tmp_path: Path, traced_only: None) -> None:
+    model = Behaved(lambda x, y, model: {"score": y, "version": "v3", "loss": None, "more": (y[:, 0], 7)}).eval()
+    done = loka.export(model, torch.randn(8, 40), tmp_path / "m.pt2")
+    assert done.outputs == ["score", "more.0"]
+    assert done.left_out == {"version": "str", "more.1": "int"}
+    assert "version, which is no tensor (str)" in str(done)
+    assert model.calls == 1
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -315,7 +361,7 @@ def test_the_model_is_compared_as_it_runs(tmp_path: Path, traced_only: None, mon
 
     monkeypatch.setattr(package, "call_model", note)
     loka.export(model, x, tmp_path / "model.pt2")
-    assert seen == [everything]  # at another number of rows than the example's
+    assert seen == [everything] * 2  # on the example again, and at another number of rows
 
 
 def test_kernels_in_python_are_out_of_reach_meanwhile() -> None:

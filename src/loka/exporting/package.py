@@ -14,18 +14,21 @@ value between two FP8 numbers may round to the other one.
 """
 
 import contextlib
+import io
 import json
 import logging
+import math
 import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from loka.exporting.ops import AtenOps, OnnxOps, Ops
 from loka.exporting.plain import write_out
@@ -34,6 +37,7 @@ from loka.exporting.signature import (
     Flat,
     can_be_made,
     flatten_result,
+    name_left_out,
     name_parameters,
     name_results,
     take_apart,
@@ -45,6 +49,7 @@ from loka.measure.device import device_of
 from loka.nn.wrapping import is_scripted, unwrap
 from loka.records import write_atomically
 from loka.units.example import call_model, try_example
+from loka.units.undisturbed import undisturbed
 
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
@@ -67,6 +72,7 @@ class Exported:
         low_precision: name -> what runs in FP8 there.
         difference: largest relative L2 difference from the model, over all results and compared sizes.
         rows: sizes of the first dimension that were compared.
+        left_out: parts of the model's result that are no tensors, with their types: a file returns tensors only.
 
     Example:
         >>> print(loka.export(model, example, "model.pt2"))
@@ -79,12 +85,14 @@ class Exported:
     low_precision: dict[str, str]
     difference: float
     rows: list[int]
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         sizes = " and ".join(map(str, self.rows))
         lines = [f"{self.path}: {self.format}, {self.path.stat().st_size / 1e6:,.1f} MB; differs from the model by {self.difference:.2g} (relative L2) at {sizes} rows"]  # fmt: skip
         lines += [f"  input {name}: {shape}" for name, shape in self.inputs.items()]
         lines += [f"  output {name}" for name in self.outputs]
+        lines += [f"  not in the file: {name}, which is no tensor ({kind})" for name, kind in self.left_out.items()]
         return "\n".join([*lines, *(f"  FP8 {name}: {what}" for name, what in self.low_precision.items())])
 
 
@@ -132,13 +140,12 @@ def export(
     device = device_of(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
     arguments = take_apart(example, name_parameters(inner))
-    result = try_example(inner, example)
-    expected, outputs = flatten_result(result), name_results(result)
-    if not expected:
-        raise ValueError("the model returns no tensor")
     ops: Ops = AtenOps(device) if kind == "aoti" else OnnxOps()
-    plain, written = write_out(inner, ops, dtype)
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with undisturbed(inner), _quiet(), tempfile.TemporaryDirectory() as folder:
+        result = try_example(inner, example)
+        expected, outputs = flatten_result(result), name_results(result)
+        _check_results(expected, flatten_result(call_model(inner, example)), tolerance)
+        plain, written = write_out(inner, ops, dtype)
         with registry.offering(PACKABLE):  # only for the trace; the model it is compared with runs its own kernels
             program, inputs = _trace(plain, arguments, dynamic=dynamic)
         _refuse_operators(program)
@@ -155,7 +162,7 @@ def export(
             if isinstance(run, Tried):
                 run.close()
         write_atomically(target, made.read_bytes())
-    return Exported(target, kind, shapes, outputs, written, difference, rows)
+    return Exported(target, kind, shapes, outputs, written, difference, rows, name_left_out(result))
 
 
 def _find_format(path: Path, asked: str | None) -> Format:
@@ -176,6 +183,16 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"{', '.join(training[:3])} is in training mode; expected a frozen model; hint: loka.convert(model, plan, freeze=True), or model.eval()")  # fmt: skip
     if scripted := [name or "the model" for name, module in model.named_modules() if is_scripted(module)]:
         raise ValueError(f"{scripted[0]} is run by TorchScript, which torch.export cannot trace; hint: export the module it was scripted from")  # fmt: skip
+
+
+def _check_results(expected: Sequence[Tensor], again: Sequence[Tensor], tolerance: float) -> None:
+    """Raise if the results of a model on the example are nothing that a file can be compared with."""
+    if not expected:
+        raise ValueError("the model returns no tensor")
+    if any(bool(_widest(t).isnan().any()) for t in expected):
+        raise ValueError("the model returns NaN for the example, so the file could not be compared with it")
+    if not _differ(again, expected) <= tolerance:
+        raise ValueError("the model returns other results if it is called with the same example again: it draws random numbers or keeps state, which a file does not do alike")  # fmt: skip
 
 
 def _require_onnx() -> None:
@@ -224,9 +241,12 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
     free = tuple({0: torch.export.Dim.AUTO} if t.dim() and dynamic else None for t in tensors)
     flat = Flat(model, arguments, inputs).eval()
     try:
-        program = torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
+        with contextlib.redirect_stderr(io.StringIO()):  # torch prints the whole graph there before it raises
+            program = torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
     except ValueError:
         raise
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(f"a branch or a size in this model depends on values of its inputs, and a file has one path: {_find_line(error)}") from error  # fmt: skip
     except Exception as error:
         raise ValueError(f"torch.export cannot trace this model: {_first_line(error)}") from error
     if dynamic and not any(_is_free(size) for _, v in _inputs_of(program) for size in v.shape):
@@ -259,6 +279,13 @@ def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
 def _is_free(size: Any) -> bool:
     """Return True if a size is a symbol that tracing did not specialize."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def _find_line(error: Exception) -> str:
+    """Return the line of code that torch.export blames, or the first line of its message."""
+    _, _, blamed = str(error).partition("The following call raised this error:")
+    lines = [line.strip() for line in blamed.splitlines() if line.strip()]
+    return ": ".join(lines[:2]) or _first_line(error)
 
 
 def _first_line(error: Exception) -> str:
@@ -391,7 +418,15 @@ def _differ(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if [tuple(t.shape) for t in got] != [tuple(t.shape) for t in expected]:
         raise ValueError(f"the exported file returns {[tuple(t.shape) for t in got]}, the model {[tuple(t.shape) for t in expected]}")  # fmt: skip
     pairs = [(_widest(a), _widest(b)) for a, b in zip(got, expected, strict=True) if b.numel()]
-    return max((float(relative_l2(a, b)) for a, b in pairs), default=0.0)
+    return max((_distance(a, b) for a, b in pairs), default=0.0)
+
+
+def _distance(got: Tensor, expected: Tensor) -> float:
+    """Return the relative L2 difference; infinite values, such as scores that are masked out, must be the same."""
+    infinite = expected.isinf()
+    if not torch.equal(got[infinite], expected[infinite]):
+        return math.inf
+    return float(relative_l2(got[~infinite], expected[~infinite]))
 
 
 def _widest(t: Tensor) -> Tensor:

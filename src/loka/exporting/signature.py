@@ -10,7 +10,7 @@ Tensors that the model never reads (labels) are not inputs. They are replaced by
 because the object they belong to may check its sizes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import signature
 from itertools import takewhile
@@ -145,29 +145,32 @@ def can_be_made(name: str, tensors: Mapping[str, Tensor], inputs: Sequence[str])
 
 def flatten_result(result: Any) -> list[Tensor]:
     """Return every tensor of a model's result in order, including those in tuples, lists, dicts and dataclasses."""
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, Mapping):
-        return [tensor for part in result.values() for tensor in flatten_result(part)]
-    if isinstance(result, (tuple, list)):
-        return [tensor for part in result for tensor in flatten_result(part)]
-    if is_dataclass(result) and not isinstance(result, type):
-        return [tensor for f in fields(result) for tensor in flatten_result(getattr(result, f.name))]
-    return []
+    return [part for _, part in _walk(result, "") if isinstance(part, Tensor)]
 
 
-def name_results(result: Any, name: str = "") -> list[str]:
+def name_results(result: Any) -> list[str]:
     """Return the names of the tensors of `flatten_result`: keys, fields, tuple indices; `output` for a lone tensor."""
-    inner = f"{name}." if name else ""
-    if isinstance(result, Tensor):
-        return [name or "output"]
+    return [name or "output" for name, part in _walk(result, "") if isinstance(part, Tensor)]
+
+
+def name_left_out(result: Any) -> dict[str, str]:
+    """Return the names and types of those parts of a model's result that are neither tensors nor None."""
+    found = [(name, part) for name, part in _walk(result, "") if part is not None and not isinstance(part, Tensor)]
+    return {name or "output": type(part).__name__ for name, part in found}
+
+
+def _walk(result: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield every part of a result that is not a container, with its name."""
+    parts: Iterable[tuple[Any, Any]]
     if isinstance(result, Mapping):
-        return [found for key, part in result.items() for found in name_results(part, f"{inner}{key}")]
-    if isinstance(result, (tuple, list)):
+        parts = result.items()
+    elif isinstance(result, (tuple, list)):
         words = getattr(result, "_fields", None) or [str(i) if name else f"output_{i}" for i in range(len(result))]
-        return [
-            found for word, part in zip(words, result, strict=True) for found in name_results(part, f"{inner}{word}")
-        ]
-    if is_dataclass(result) and not isinstance(result, type):
-        return [found for f in fields(result) for found in name_results(getattr(result, f.name), f"{inner}{f.name}")]
-    return []
+        parts = zip(words, result, strict=True)
+    elif is_dataclass(result) and not isinstance(result, type):
+        parts = ((f.name, getattr(result, f.name)) for f in fields(result))
+    else:
+        yield name, result
+        return
+    for word, part in parts:
+        yield from _walk(part, f"{name}.{word}" if name else str(word))
