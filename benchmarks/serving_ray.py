@@ -148,7 +148,7 @@ def time_direct(folder: str, count: int = 500) -> list[float]:
     times = []
     for _ in range(count):
         begin = time.perf_counter()
-        model.run((8, 0), [model.read(RankRequest(features=FEATURES))])
+        list(model.run((8, 0), [model.read(RankRequest(features=FEATURES))]))
         times.append(time.perf_counter() - begin)
     return times
 

@@ -64,8 +64,29 @@ def test_in_one_bucket_company_does_not_change_a_bit(tmp_path: Path) -> None:
         )
         for n in range(1, 6)
     ]
-    together = served.run((32, 0), jobs)
-    assert [served.run((32, 0), [job])[0].scores for job in jobs[:1]] == [together[0].scores]
+    together = list(served.run((32, 0), jobs))
+    assert [next(served.run((32, 0), [job])).scores for job in jobs[:1]] == [together[0].scores]
+
+
+class Echo(nn.Module):
+    def forward(self, batch: Batch) -> Tensor:
+        return batch.dense[:, :1]
+
+
+def make_echo(schema: Schema) -> Echo:
+    return Echo()
+
+
+def test_answers_that_are_taken_during_the_next_batch_are_those_of_their_own(tmp_path: Path) -> None:
+    name = f"{__name__}:make_echo"
+    save_ranker(Echo(), PLAIN, tmp_path, factory=name, link="identity")
+    served = RankingModel(load_ranker(tmp_path, factory=name), rows=(4,))
+    first, second = (
+        served.run((4, 0), [served.read(RankRequest(features={"price": [value] * 2, "item": 1}))])
+        for value in (1.0, 2.0)
+    )
+    assert next(first).scores == {"click": [1.0, 1.0]}
+    assert next(second).scores == {"click": [2.0, 2.0]}
 
 
 def test_a_folder_cannot_make_a_server_run_code(tmp_path: Path) -> None:
@@ -78,7 +99,7 @@ def test_a_folder_cannot_make_a_server_run_code(tmp_path: Path) -> None:
     bundle = load_ranker(tmp_path, factory=name)
     served = RankingModel(bundle, rows=(4,))
     served.warm()
-    assert len(served.run((4, 0), served.example((4, 0)))[0].scores["click"]) == 4
+    assert len(next(served.run((4, 0), served.example((4, 0)))).scores["click"]) == 4
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -193,7 +214,7 @@ def test_compiled_every_bucket_is_compiled_before_it_is_ready(tmp_path: Path, mo
     assert len(made) == len(rows)
     for bucket in served.buckets:
         job = served.example(bucket)
-        expected, found = (torch.tensor(model.run(bucket, job)[0].scores["click"]) for model in (plain, served))
+        expected, found = (torch.tensor(next(model.run(bucket, job)).scores["click"]) for model in (plain, served))
         torch.testing.assert_close(found, expected)
     assert len(made) == len(rows)
 

@@ -110,7 +110,7 @@ def test_a_bundle_from_disk(tmp_path: Path) -> None:
     direct = open_one(str(second))
     direct.warm()
     job = direct.read(direct.request_type(history=[1, 2, 3], top=4))
-    assert direct.run(direct.buckets[0], [job])[0].scores == after["scores"]
+    assert next(direct.run(direct.buckets[0], [job])).scores == after["scores"]
 
 
 def test_models_in_memory_cannot_be_reloaded() -> None:

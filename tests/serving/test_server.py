@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from loka.inference import EngineConfig, Recommender
-from loka.serving import Limits, Server
+from loka.serving import Job, Limits, Server
 
 from .client import call, dial, get, post
 from .small import SCHEMA, Sleeper, make_generative, make_ranker
@@ -305,6 +305,28 @@ def test_a_failing_engine_is_a_500_and_the_next_request_works(
     assert "RuntimeError" not in body["error"]["message"]  # what went wrong inside is for the log
     assert "RuntimeError: broken" in caplog.text
     assert post(sleeper.url, {"number": 1})[0] == 200
+
+
+class Lazy(Sleeper):
+    """Computes its answers when they are taken, and cannot for numbers below zero."""
+
+    def run(self, bucket: tuple[int, int], jobs: Sequence[Job]) -> Iterator[object]:  # type: ignore[override]
+        def answer(job: Job, said: object) -> object:
+            if job.data < 0:
+                raise RuntimeError("no answer")
+            return said
+
+        return map(answer, jobs, super().run(bucket, jobs))
+
+
+def test_an_answer_that_fails_when_it_is_taken_is_an_error_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Server(Lazy({(1, 0): 0.002}), sla=60.0, port=0).background() as server:
+        assert post(server.url, {"number": -1})[0] == 500
+        status, _, body = post(server.url, {"number": 4})
+        assert (status, body["number"]) == (200, 8)
+    assert "no answer" in caplog.text
 
 
 def test_tokens_are_asked_for_and_rotate(tmp_path: Path) -> None:

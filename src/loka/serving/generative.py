@@ -6,7 +6,7 @@ context) or unknown (not in the index).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +84,7 @@ class GenerativeModel:
     Example:
         >>> model = GenerativeModel(load_bundle("runs/onerec"), name="onerec")         # doctest: +SKIP
         >>> job = model.read(RecommendRequest(history=[12, 40, 7]))                     # doctest: +SKIP
-        >>> model.run(model.buckets[0], [job])[0].items                                 # doctest: +SKIP
+        >>> next(model.run(model.buckets[0], [job])).items                                 # doctest: +SKIP
     """
 
     request_type = RecommendRequest
@@ -174,10 +174,10 @@ class GenerativeModel:
             raise FieldError("$.static", f"{len(values or ())} user features, the model takes {wanted}")
         return torch.tensor(values, dtype=torch.float32) if values else None
 
-    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Recommended]:
+    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> Iterator[Recommended]:
         """Run one batch."""
         found = self.engine.generate_in(bucket, [job.data[0] for job in jobs])
-        return [self._finish(one, job) for one, job in zip(found, jobs, strict=True)]
+        return map(self._finish, found, jobs)
 
     def _finish(self, found: Recommendation, job: Job) -> Recommended:
         request, (_, seen, unknown) = job.request, job.data

@@ -10,7 +10,7 @@ On a GPU every bucket of rows runs as one CUDA graph; a ranker with sequence col
 the model for every bucket before it is ready: only then are the FP8 ops of a plan fused with the ops around them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -126,15 +126,11 @@ class RankingModel:
         """Convert columns to arrays; an invalid field raises FieldError with its path."""
         return self._reader.read(request)
 
-    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Ranked]:
-        """Score the rows of all jobs together."""
+    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> Iterator[Ranked]:
+        """Score the rows of all jobs together. The best of a job are sorted out when its answer is taken."""
         rows, _ = bucket
         scores = self.score(rows, [job.data for job in jobs])
-        out, start = [], 0
-        for job in jobs:
-            out.append(self._finish(job, scores[start : start + job.units]))
-            start += job.units
-        return out
+        return map(self._finish, jobs, np.split(scores, np.cumsum([job.units for job in jobs])[:-1]))
 
     @torch.inference_mode()
     def score(self, size: int, parts: Sequence[Rows]) -> NDArray[np.float32]:
@@ -151,7 +147,8 @@ class RankingModel:
             }
             batch = Batch(batch.dense, batch.categorical, jagged, batch.labels, batch.group)
         if made.graph is None:
-            return self._call_linked(batch)[:used].cpu().numpy()
+            # a copy: a model may return a part of its input, and answers are taken while the next batch is filled in
+            return self._call_linked(batch)[:used].to("cpu", copy=True).numpy()
         made.graph.replay()
         assert made.scores is not None  # set by _capture
         return made.scores[:used].cpu().numpy()

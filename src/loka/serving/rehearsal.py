@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from loka.serving.queues import Policy
@@ -31,7 +31,7 @@ class Turns:
         self.engines, self.longest = engines, longest
         self._took: dict[Bucket, float] = {}
 
-    def run(self, model: Servable, bucket: Bucket, jobs: Sequence[Job]) -> tuple[list[Any], float]:
+    def run(self, model: Servable, bucket: Bucket, jobs: Sequence[Job]) -> tuple[Iterable[Any], float]:
         """Return the answers and the seconds they took. A bucket's first run does not block engines: it may be long."""
         polite = self._took.get(bucket, math.inf) <= self.longest
         with contextlib.ExitStack() as held:

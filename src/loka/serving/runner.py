@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +104,11 @@ class Runner:
         self.captured, self.scheduler = self.model.captures, scheduler
         self._call_in_loop(_settle, warm, None, None)
         while (batch := self._next_batch()) is not None:
-            answers: list[Any] = []
+            answers: Iterable[Any] = ()
             error: BaseException | None = None
             try:
                 with self.turn:
                     answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
-                if len(answers) != len(batch.entries):
-                    raise RuntimeError(f"{len(answers)} answers for {len(batch.entries)} requests")
             except BaseException as caught:  # passed to the waiting requests; the engine goes on
                 error = caught
             with self._changed:
@@ -208,16 +206,19 @@ class Runner:
             self.telemetry.count("loka_dropped_total", model=self.arm)
             _refuse(entry.job, 503, "deadline", "the deadline can no longer be met", retry_after=self.policy.sla)
 
-    def _deliver(self, batch: Batch, answers: Sequence[Any], error: BaseException | None, now: float) -> None:
-        if error is None:
+    def _deliver(self, batch: Batch, answers: Iterable[Any], error: BaseException | None, now: float) -> None:
+        """Take the answers, while the engine runs the next batch, and hand them to the requests that wait."""
+        try:
+            if error is not None:
+                raise error
             for entry, answer in zip(batch.entries, answers, strict=True):
                 ticket = entry.job
                 ticket.batch, ticket.ended = batch, now
                 if not ticket.future.done():
                     ticket.future.set_result(answer)
-        else:
+        except BaseException as failure:  # of the model, or of one of its answers: those without an answer are told
             fields = {"model": self.arm, "bucket": list(batch.bucket), "requests": len(batch.entries)}
-            log.error("batch failed", exc_info=error, extra={"fields": fields})
+            log.error("batch failed", exc_info=failure, extra={"fields": fields})
             for entry in batch.entries:
                 _refuse(entry.job, 500, "engine", "the model failed; the server's log says why")
         self._record_metrics(batch, now)

@@ -7,7 +7,7 @@
 A server calls `read` in its event loop, so it must be fast, and `run` in the model's own thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,8 +89,12 @@ class Servable(Protocol):
         """Validate a request and convert it to a job; raises FieldError."""
         ...
 
-    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Any]:
-        """Run one batch; return one answer per job, a msgspec struct with a property `empty`."""
+    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> Iterable[Any]:
+        """Run one batch; return one answer per job, a msgspec struct with a property `empty`.
+
+        The server takes the answers while the engine runs the next batch. Work that needs no engine, such as sorting
+        scores, is best done then: return an iterator (`map`) that does it.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
