@@ -164,7 +164,7 @@ def test_plans_that_do_not_fit_are_refused_with_every_reason_and_nothing_is_chan
     model, x = make()
     plan = spoil(model, plan_everything(model, x))
     kinds, before = [type(m) for m in model.modules()], model(*x)
-    with pytest.raises(ValueError, match="do not fit") as refused:
+    with pytest.raises(ValueError, match="does not fit this model") as refused:
         loka.convert(model, plan)
     for reason in reasons:
         assert reason in str(refused.value)
@@ -445,6 +445,16 @@ def test_an_example_shows_that_a_plan_is_for_another_forward(other: dict[str, An
     assert model.training
     model(x)
     assert loka.convert(_Called(), plan, example=x).units
+
+
+def test_a_plan_of_another_model_names_the_linears_of_its_chains_too() -> None:
+    plan = plan_everything(_Called(), x := torch.randn(8, 64))
+    other = nn.ModuleDict({"a": nn.Linear(64, 64), "tail": nn.Linear(64, 1)})
+    for example in (None, x):
+        with pytest.raises(ValueError, match="does not fit this model") as caught:
+            loka.convert(other, plan, example=example)
+        assert "b: the model has no such module" in str(caught.value)
+        assert "last: the model has no such module" in str(caught.value)
 
 
 def test_an_activation_that_no_kernel_knows_is_refused() -> None:

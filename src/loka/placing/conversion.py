@@ -45,7 +45,7 @@ from loka.nn.wrapping import named_sites, unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
 from loka.records import Conversion, KernelBucket, Plan, UnitPlan
-from loka.units import place, place_tables, placed_tables, refuse_tables, refuse_unit, release_tables
+from loka.units import place, place_tables, placed_tables, refuse_tables, release_tables
 from loka.units.example import NotCalledError, call_model, capture_example
 from loka.units.undisturbed import undisturbed
 
@@ -231,9 +231,7 @@ def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: ExitStack) -> None:
-    """Place the units and the bound linears in the model. Problems with units are raised before anything changes."""
-    if problems := [problem for unit in units for problem in refuse_unit(model, unit)]:
-        raise ValueError("the plan's units do not fit this model:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    """Place the units and the bound linears in the model."""
     _settle(model, bound)
     undo.callback(_release, model)
     for unit in units:

@@ -24,6 +24,7 @@ from loka.lowp.linear import refuse
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import named_sites
 from loka.records import Plan, SitePlan
+from loka.units import refuse_unit
 from loka.units.discovery import PROTECTED
 
 _EMULATION_HINT = (
@@ -62,11 +63,12 @@ def spoken_for(model: nn.Module) -> dict[str, str]:
 def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: LinearOptions) -> Bound:
     """Return what the plan converts. Raise a ValueError with every reason if the plan does not fit the model."""
     chained = {name: unit.name for unit in plan.units for name in unit.linears}
-    twice = _decided_twice(model, plan, chained)
+    early = _decided_twice(model, plan, chained)
+    early += [problem for unit in plan.units for problem in refuse_unit(model, unit)]
     share = sum(site.flops_share for site in plan.sites if site.site in chained)
     plan = msgspec.structs.replace(plan, sites=[site for site in plan.sites if site.site not in chained], units=[])
     problems = check(plan if backend is None else _checkable(plan, backend), model, modules=dict(named_sites(model)))
-    problems += twice
+    problems += early
     planned = _sites_by_module(model, plan, backend, problems)
     bound, taken = Bound(), spoken_for(model)
     emulated = False
