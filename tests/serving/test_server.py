@@ -1,5 +1,6 @@
 """The server from outside: answers, errors with their causes, limits, tokens, draining. A model that sleeps stands in where only time matters."""
 
+import asyncio
 import base64
 import json
 import socket
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from loka.inference import EngineConfig, Recommender
-from loka.serving import Job, Limits, Server
+from loka.serving import Job, Limits, Policy, Server, Service
+from loka.serving.call import READ
+from loka.serving.front import Front
 
 from .client import call, dial, get, post
 from .small import SCHEMA, Sleeper, make_generative, make_ranker
@@ -267,9 +270,31 @@ def test_a_starved_event_loop_sheds_before_it_reads() -> None:
         wait_for(service._pulse.done)
         service.lag = 3.0
         status, headers, body = post(server.url, b"{ this is not even read")
-        assert (status, body["error"]["reason"], headers["retry-after"]) == (429, "lag", "3")
+        assert (status, body["error"]["reason"], headers["retry-after"]) == (429, "lag", "4")
         service.lag = 0.0
         assert post(server.url, {"number": 1})[0] == 200
+
+
+def test_time_between_reading_a_request_and_looking_at_it_counts() -> None:
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    front = Front(Service(Sleeper(COST), policy=Policy(sla=2.0)), manage=False)
+    for waited in (0.1, 0.9):  # less and more than a quarter of the SLA
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/recommend",
+            "headers": [],
+            READ: time.monotonic() - waited,
+        }
+        asyncio.run(front(scope, receive, send))
+    assert [m["status"] for m in sent if "status" in m] == [400, 429]  # read, and found wanting; not read
 
 
 def test_a_hung_engine_is_told_and_not_waited_for() -> None:

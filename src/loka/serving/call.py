@@ -12,7 +12,9 @@ from loka.serving import wire
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-DISCONNECT = "loka.disconnect"  # ASGI scope key: functions that our listener calls when the connection is lost
+# ASGI scope keys of our listener
+DISCONNECT = "loka.disconnect"  # functions that it calls when the connection is lost
+READ = "loka.read"  # when it read the head of the request, by time.monotonic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             if not getattr(self, name) > 0:
-                raise ValueError(f"Limits.{name} is {getattr(self, name)}; expected a positive number")
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
 
 
 class Outcome(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

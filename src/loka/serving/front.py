@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -21,13 +22,13 @@ import msgspec
 
 from loka import __version__
 from loka.serving import v2, wire
-from loka.serving.call import DISCONNECT, Call, Limits, Outcome, Receive, Scope, Send
+from loka.serving.call import DISCONNECT, READ, Call, Limits, Outcome, Receive, Scope, Send
 from loka.serving.runner import Refused, Runner, Ticket
 from loka.serving.service import Service
 from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
-LAGGING = 0.25  # of the SLA: a lag of the event loop from which on requests are shed unread
+LAGGING = 0.25  # of the SLA: requests that waited longer for the event loop are shed unread
 
 
 class Front:
@@ -83,7 +84,9 @@ class Front:
                 return
 
     async def _handle_http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = self.service.clock() - self.service.lag
+        # A request waits for the loop in its socket, about as long as others lately, and between its reading and now.
+        waited = self.service.lag + max(0.0, time.monotonic() - scope.get(READ, math.inf))
+        arrived = self.service.clock() - waited
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         usable = bool(given) and wire.REQUEST_ID.fullmatch(given) is not None
@@ -123,7 +126,7 @@ class Front:
         await handler(call)
 
     async def _recommend(self, call: Call) -> None:
-        self._shed_if_lagging()
+        self._shed_if_lagging(call)
         call.kind = wire.content_type(call.header(b"content-type"), call.header(b"content-encoding"))
         request = self.service.codec.decode(await self._read_body(call), call.kind)
         runner = self.service.choose(request)
@@ -136,17 +139,17 @@ class Front:
         await self._send(call, 200, body, ticket=ticket)
         runner.sent(ticket)
 
-    def _shed_if_lagging(self) -> None:
+    def _shed_if_lagging(self, call: Call) -> None:
         """Shed before reading the body if the event loop lags.
 
         A request waits for the loop before it is read and again before its answer is sent, and reading is what the loop
         has no time for: without this, requests that were read in vain leave no time for those that could be answered.
         """
-        lag = self.service.lag
-        if lag > LAGGING * self.service.policy.sla:
+        waited = self.service.clock() - call.arrived
+        if waited > LAGGING * self.service.policy.sla:
             self.service.telemetry.count("loka_shed_total", model="-", reason="lag")
             self.service.telemetry.second()["shed"] += 1
-            raise Refused(429, "lag", "the machine is overloaded", retry_after=lag)
+            raise Refused(429, "lag", "the machine is overloaded", retry_after=waited)
 
     async def _run(self, call: Call, request: Any, runner: Runner) -> tuple[Ticket, Any]:
         call.model, service = runner.arm, self.service
@@ -230,7 +233,7 @@ class Front:
             raise Refused(404, "path", "GET /v2/models/NAME, GET .../ready, POST .../infer")
 
     async def _infer(self, call: Call, runner: Runner) -> None:
-        self._shed_if_lagging()
+        self._shed_if_lagging(call)
         body = await self._read_body(call)
         infer, request = v2.read(body, call.header(b"inference-header-content-length"), runner.model)
         if self.service.split is not None and request.user is not None:

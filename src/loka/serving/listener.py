@@ -10,9 +10,10 @@ import asyncio
 import errno
 import logging
 import socket
+import time
 from typing import Any
 
-from loka.serving.call import DISCONNECT, Limits
+from loka.serving.call import DISCONNECT, READ, Limits
 
 _CLOSED = "HTTP/1.1 {}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -70,7 +71,7 @@ def make_protocol(limits: Limits) -> type:
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            before = self.cycle
+            before, read = self.cycle, time.monotonic()
             super().data_received(data)
             if self._awaits_head():
                 self._head += len(data)
@@ -82,7 +83,7 @@ def make_protocol(limits: Limits) -> type:
                 self._stop_timer()
                 if self.cycle is not before:
                     self._lost = []
-                    self.cycle.scope[DISCONNECT] = self._lost
+                    self.cycle.scope[DISCONNECT], self.cycle.scope[READ] = self._lost, read
 
         def on_response_complete(self) -> None:
             self.transport.flush()

@@ -56,9 +56,9 @@ class Traffic:
     def __post_init__(self) -> None:
         for name in ("rate", "seconds", "sla", "connections", "timeout"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"Traffic.{name} is {getattr(self, name)}; expected a positive number")
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
         if self.arrivals not in ("poisson", "uniform"):
-            raise ValueError(f"Traffic.arrivals is {self.arrivals!r}; expected 'poisson' or 'uniform'")
+            raise ValueError(f"arrivals is {self.arrivals!r}; expected 'poisson' or 'uniform'")
 
     def due(self) -> list[float]:
         """Return the time at which each request is due, in seconds from the start."""
@@ -143,6 +143,8 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
     """
     client, source = _Client(url, token, traffic.connections, traffic.kind), random.Random(traffic.seed + 1)
     due, sent = traffic.due(), []
+    if not due:
+        raise ValueError(f"no request is due within {traffic.seconds:g} s at {traffic.rate:g} per second; hint: a longer test, or a higher rate")  # fmt: skip
     bodies = [body(n, source) for n in range(len(due))]  # made beforehand, because making them takes time
 
     async def one(place: int, begin: float) -> None:
@@ -251,7 +253,7 @@ async def look(url: str, token: str | None = None) -> dict[str, Any]:
         `live` and `ready`; `status` and `server`, the status and body of `GET /v2`.
     """
     live, ready, (code, body) = await _get(url, token, "/v2/health/live", "/v2/health/ready", "/v2")
-    return {"live": live[0] == 200, "ready": ready[0] == 200, "status": code, "server": json.loads(body)}
+    return {"live": live[0] == 200, "ready": ready[0] == 200, "status": code, "server": _decode(url, body)}
 
 
 async def _get(url: str, token: str | None, *paths: str) -> list[tuple[int, bytes]]:
@@ -269,10 +271,17 @@ async def _get(url: str, token: str | None, *paths: str) -> list[tuple[int, byte
 async def describe(url: str, name: str, token: str | None = None) -> dict[str, Any]:
     """Return `GET /v2/models/NAME`, or raise ValueError with the server's message."""
     ((code, body),) = await _get(url, token, f"/v2/models/{name}")
-    found = json.loads(body)
+    found = _decode(url, body)
     if code != 200:
         raise ValueError(f"{url}: {code}: {found.get('error', {}).get('message', found)}")
-    return dict(found)
+    return found
+
+
+def _decode(url: str, body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{url}: this is no server of loka: it answered {body[:60]!r}, expected a JSON object") from error  # fmt: skip
 
 
 def make_body(inputs: Sequence[dict[str, Any]], *, items: int, vocabulary: int, rows: int, users: int) -> Body:

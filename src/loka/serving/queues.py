@@ -32,13 +32,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not (self.sla > 0 and math.isfinite(self.sla)):
-            raise ValueError(f"Policy.sla is {self.sla}; expected a positive number of seconds")
+            raise ValueError(f"sla is {self.sla}; expected a positive number of seconds")
         if not 0 <= self.reserve < self.sla:
-            raise ValueError(f"Policy.reserve is {self.reserve} s; expected less than the SLA, {self.sla} s")
+            raise ValueError(f"reserve is {self.reserve} s; expected less than the SLA, {self.sla} s")
         if self.queue < 1:
-            raise ValueError(f"Policy.queue is {self.queue}; expected room for at least one request")
+            raise ValueError(f"queue is {self.queue}; expected room for at least one request")
         if not 0 < self.quantile < 1:
-            raise ValueError(f"Policy.quantile is {self.quantile}; expected a share in (0, 1)")
+            raise ValueError(f"quantile is {self.quantile}; expected a share in (0, 1)")
 
     @property
     def budget(self) -> float:
