@@ -290,7 +290,7 @@ def test_time_between_reading_a_request_and_looking_at_it_counts() -> None:
             "type": "http",
             "method": "POST",
             "path": "/v1/recommend",
-            "headers": [],
+            "headers": [(b"content-type", b"application/json")],
             READ: time.monotonic() - waited,
         }
         asyncio.run(front(scope, receive, send))
