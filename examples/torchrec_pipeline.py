@@ -12,11 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed.train_pipeline import TrainPipelineBase
-from torchrec.streamable import Pipelineable
 
 from loka.integrations import TuneDuringTraining
+
+try:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.distributed.train_pipeline import TrainPipelineBase
+    from torchrec.streamable import Pipelineable
+except ImportError as error:
+    raise SystemExit(f"{error}; install: pip install 'loka[torchrec]'") from error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEYS, WIDTH, ROWS = ["user", "item"], 64, 256

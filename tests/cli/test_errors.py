@@ -269,6 +269,19 @@ def test_options_are_named_as_they_were_typed(tmp_path: Path) -> None:
     assert "error: --gpus '8,many': expected whole numbers with commas between them" in text
 
 
+def test_a_load_test_that_cannot_be_sent_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    load, given = ("load", "http://127.0.0.1:9", "--model", "m"), tmp_path / "requests.jsonl"
+    for text, said in (
+        ('{"user": "u"}\n\nnot json\n', "line 3: JSON is malformed"),
+        ("[1]\n", "line 1: Expected `object`"),
+    ):
+        given.write_text(text)
+        assert f"{given}, {said}" in fail(*load, "--requests", given)
+    assert "none: cannot be read: No such file" in fail(*load, "--requests", tmp_path / "none")
+    assert "error: rate is -1.0; expected a positive number" in fail(*load, "--rate", -1)
+    assert "--late nan: expected a share from 0 to 1" in fail(*load, "--late", "nan")
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,5 +1,6 @@
 """Every example is short, and runs as written."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,10 @@ SAYS = {
     "write_a_backend": "Broken fails the conformance gate",
 }
 NEEDS = {"torchrec_pipeline": "torchrec", "your_own_torchrec_script": "torchrec"}  # optional libraries
-LINES = {"torchrec_pipeline": 90}  # most of it is TorchRec's: tables, a batch that moves between devices
+LINES = {
+    "torchrec_pipeline": 90,
+    "your_own_torchrec_script": 44,
+}  # most of it is TorchRec's: tables, a batch that moves between devices
 
 
 def test_each_example_is_known() -> None:
@@ -32,8 +36,11 @@ def test_each_example_is_known() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs_as_written(path: Path, tmp_path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES.get(path.stem, 40)
-    if path.stem in NEEDS:
-        pytest.importorskip(NEEDS[path.stem])
     code, said = run_script(path, folder=tmp_path)
+    if path.stem in NEEDS and find_spec(NEEDS[path.stem]) is None:
+        assert code == 1
+        assert f"pip install 'loka[{NEEDS[path.stem]}]'" in said
+        assert "Traceback" not in said
+        pytest.skip(f"{NEEDS[path.stem]} is not installed")
     assert code == 0, said
     assert SAYS[path.stem] in said

@@ -236,7 +236,7 @@ def test_a_plan_that_fails_after_its_mods_takes_them_back() -> None:
     model, x = make("tower")
     plan = _broken(plan_everything(model, x, mods=["block_norm"]), k=3)
     before, kinds = model(*x), [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="does not fit this model"):
         loka.convert(model, plan, example=x)
     assert [type(m) for m in model.modules()] == kinds
     assert torch.equal(model(*x), before)

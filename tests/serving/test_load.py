@@ -34,6 +34,24 @@ def test_arrivals_are_drawn_beforehand() -> None:
             Traffic(**{"rate": 1, "seconds": 1, "sla": 1, **bad})  # type: ignore[arg-type]
 
 
+def test_a_test_without_a_request_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no request is due within 2 s at 0\.01 per second"):
+        asyncio.run(send("http://127.0.0.1:9", Traffic(rate=0.01, seconds=2, sla=1), lambda n, s: b"{}"))
+
+
+def test_a_server_of_another_kind_is_named() -> None:
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 15\r\n\r\n<!DOCTYPE HTML>")
+
+    async def ask() -> None:
+        server = await asyncio.start_server(other, "127.0.0.1", 0)
+        await describe(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+
+    with pytest.raises(ValueError, match="no server of loka: it answered b'<!DOCTYPE"):
+        asyncio.run(ask())
+
+
 def test_a_server_that_stalls_cannot_hide_who_would_have_asked() -> None:
     """One connection, a server that stops for half a second: in a closed loop one request is slow, in truth everybody who was due meanwhile."""
 

@@ -113,6 +113,19 @@ def test_a_bundle_from_disk(tmp_path: Path) -> None:
     assert next(direct.run(direct.buckets[0], [job])).scores == after["scores"]
 
 
+def test_of_two_models_the_one_to_replace_must_be_named(tmp_path: Path) -> None:
+    models = {name: Sleeper(COST, version="old", name=name) for name in ("a", "b")}
+    with Server(
+        models, sla=60.0, port=0, admin_port=0, shadow=True, events=tmp_path, opener=open_sleeper
+    ).background() as server:
+        status, _, body = post(server.admin_url or "", {"folder": "new"}, path="/reload")
+        assert (status, body["error"]["path"]) == (400, "$.arm")
+        assert "a, b" in body["error"]["message"]
+        status, _, body = post(server.admin_url or "", {"folder": "new", "arm": "b"}, path="/reload")
+        assert (status, body["arm"]) == (200, "b")
+        assert [runner.model.version for runner in server.service.runners.values()] == ["old", "new"]
+
+
 def test_models_in_memory_cannot_be_reloaded() -> None:
     with Server(
         make_generative(EngineConfig(beams=8, requests=(1,), dtype="fp32")), sla=5.0, port=0, admin_port=0

@@ -13,7 +13,7 @@ more than --late of the accepted requests were late, a connection broke, or the 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -58,12 +58,12 @@ def load(
         from loka.report.render import require_charts
 
         require_charts()
+    if not 0 <= late <= 1:
+        raise ValueError(f"--late {late:g}: expected a share from 0 to 1")
     traffic = Traffic(rate=rate, seconds=seconds, sla=parse_seconds(sla), arrivals=arrivals, seed=seed)  # type: ignore[arg-type]
+    given = None if requests is None else read_bodies(requests)
     about = asyncio.run(describe(url, model, token))
-    if requests is None:
-        body = make_body(about["inputs"], items=items, vocabulary=vocabulary, rows=rows, users=users)
-    else:
-        body = read_bodies(requests)
+    body = given or make_body(about["inputs"], items=items, vocabulary=vocabulary, rows=rows, users=users)
     sent = asyncio.run(send(url, traffic, body, token=token))
     found = summarize(url, f"{model} {about['versions'][0]}", traffic, sent)
     if out is not None:
@@ -80,7 +80,21 @@ def load(
 
 def read_bodies(path: Path) -> Callable[[int, random.Random], bytes]:
     """Return a function that yields the lines of a file as request bodies, in turn."""
-    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    import msgspec
+
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}, line {number}: {error}; expected one JSON object per line") from error
+        lines.append(line)
     if not lines:
         raise ValueError(f"{path}: no requests in it")
     return lambda number, source: lines[number % len(lines)]

@@ -62,24 +62,23 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.beams < 1:
-            raise ValueError(f"EngineConfig.beams is {self.beams}; a search needs at least one")
-        for name in ("requests", "contexts"):
-            sizes = getattr(self, name)
+            raise ValueError(f"beams is {self.beams}; a search needs at least one")
+        for what, sizes in (("batch sizes", self.requests), ("context lengths", self.contexts)):
             if sizes is not None and (not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes))):
-                raise ValueError(f"EngineConfig.{name} is {sizes}; expected ascending positive sizes")
+                raise ValueError(f"{what} are {sizes}; expected ascending positive numbers")
         if self.normalize not in ("codebook", "valid"):
-            raise ValueError(f"EngineConfig.normalize is {self.normalize!r}; expected 'codebook' or 'valid'")
+            raise ValueError(f"normalize is {self.normalize!r}; expected 'codebook' or 'valid'")
         if self.context_cache not in ("plain", "e4m3"):
-            raise ValueError(f"EngineConfig.context_cache is {self.context_cache!r}; expected 'plain' or 'e4m3'")
+            raise ValueError(f"context cache is {self.context_cache!r}; expected 'plain' or 'e4m3'")
         if self.dtype not in DTYPES:
-            raise ValueError(f"EngineConfig.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+            raise ValueError(f"precision is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
         for op, name in self.backends:
             known = ("auto", *BACKENDS[op]) if op in OPS else ()
             if name not in known:
                 hint = f"{op} has {', '.join(known)}" if known else f"an engine runs {', '.join(OPS)}"
-                raise ValueError(f"EngineConfig.backends asks for {op}: {name!r}; {hint}")
+                raise ValueError(f"backends asks for {op}: {name!r}; {hint}")
         if self.memory is not None and self.memory < 1:
-            raise ValueError(f"EngineConfig.memory is {self.memory} bytes; expected a positive number")
+            raise ValueError(f"memory is {self.memory} bytes; expected a positive number")
 
     @property
     def torch_dtype(self) -> torch.dtype:

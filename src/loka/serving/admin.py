@@ -2,7 +2,7 @@
 
 GET  /metrics          Prometheus metrics
 GET  /                 the live page;  GET /stats.json is its data
-POST /reload           {"folder": "runs/new", "arm": "..."}; needs a token if the server has tokens
+POST /reload           {"folder": "runs/new"}, with two models also "arm"; needs a token if the server has tokens
 """
 
 from importlib.resources import files
@@ -18,7 +18,7 @@ from loka.serving.runner import Refused
 
 
 class Reload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of `POST /reload`: the folder of the new model, and the arm it replaces (default: the first)."""
+    """Body of `POST /reload`: the folder of the new model, and the arm it replaces, if there are several."""
 
     folder: Annotated[str, Meta(min_length=1, max_length=4096)]
     arm: str | None = None
@@ -58,11 +58,14 @@ class Admin(Front):
     async def _reload(self, call: Call) -> None:
         call.kind = wire.content_type(call.header(b"content-type"), call.header(b"content-encoding"))
         asked = self._reloads.decode(await self._read_body(call), call.kind)
+        if asked.arm is None and len(self.service.runners) > 1:
+            names = ", ".join(self.service.runners)
+            raise Refused(400, "field", f"several models are served, name the one to replace: {names}", path="$.arm")
         try:
             found = await self.service.reload(asked.arm or self.service.first.arm, asked.folder)
         except ValueError as error:
             raise Refused(409, "kept", str(error)) from error
-        await self._send(call, 200, found)
+        await self._send(call, 200, {"arm": asked.arm or self.service.first.arm, **found})
 
     def stats(self) -> dict[str, Any]:
         """Return the data of the live page."""
