@@ -1,14 +1,14 @@
 """Lookups at memory speed: a program handles G bags and loads U whole rows of each before it adds up the first.
 
-    item     G x BD codes in the table's dtype, one item of every bag: 16 bytes of a row per thread (4 with inline
-             scales), as many bags side by side as 32 threads hold
+    item     G x BD codes in the table's dtype, one item of every bag: 16 bytes of a row per thread (less with inline
+             scales), as many bags side by side as its warps hold
     total    float32, G x BD; an item is converted to float32 just before it is added, so that pending loads hold bytes
              and need a quarter of the registers
 
-A lookup is limited by the number of reads in flight, not by arithmetic: with U = 8 and 118 registers an SM has 70 KB in
-flight. The scale, one float32 per row, is read from the end of the row, in the same memory access, or from an array of
-its own. A row outside the table gives NaN and reads nothing. Hot rows (`slot` >= 0) are read from `hot`, not from the
-table.
+A lookup is limited by the number of reads in flight, not by arithmetic: the indices of the next U items are read while
+the rows of these arrive, so that no row waits for its index. The scale, one float32 per row, is read from the end of the
+row, in the same memory access, or from an array of its own. A row outside the table gives NaN and reads nothing. Hot
+rows (`slot` >= 0) are read from `hot`, not from the table.
 """
 
 import torch
@@ -69,6 +69,15 @@ def decoded(codes, scale, kept, high, HOT: tl.constexpr, INT4: tl.constexpr, BD:
     return values
 
 
+@triton.jit
+def _load_items(index_ptr, start, end, U: tl.constexpr):
+    """Load the next U items of each bag, [G] each; 0 beyond its end."""
+    items = ()
+    for i in tl.static_range(U):
+        items = items + (tl.load(index_ptr + start + i, start + i < end, other=0),)  # noqa: RUF005
+    return items
+
+
 @quick
 @triton.jit
 def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_ptr, out_ptr, bags, N,
@@ -79,11 +88,12 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
     end = tl.load(offset_ptr + bag + 1, bag < bags, other=0)
     total = tl.zeros((G, BD), tl.float32)
     lost = bag < 0
+    items = _load_items(index_ptr, start, end, U)
     for turn in range(0, tl.max(end - start, 0), U):
         codes, scales, kept = (), (), ()
         for i in tl.static_range(U):
+            row = items[i].to(tl.int64)
             there = start + turn + i < end
-            row = tl.load(index_ptr + start + turn + i, there, other=0).to(tl.int64)
             known = (row >= 0) & (row < N)
             lost = lost | (there & (known == 0))
             there = there & known
@@ -92,6 +102,7 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
             codes = codes + (load_codes(data_ptr, row, low, D, STRIDE, INT4, BD),)  # noqa: RUF005  Triton cannot unpack tuples here
             scales = scales + (load_scales(scale_ptr, row, low, STEP, SCALED),)  # noqa: RUF005
             kept = kept + high
+        items = _load_items(index_ptr, start + turn + U, end, U)  # of the next turn, while rows of this one arrive
         for i in tl.static_range(U):
             values = decoded(codes[i], scales[i], kept[2 * i], kept[2 * i + 1], HOT, INT4, BD)
             if WEIGHTED:
@@ -126,17 +137,17 @@ def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, out_ptr, L, N,
 
 
 def tile_of(width: int, item_bytes: float) -> tuple[int, int, int, int]:
-    """Choose items, bags and columns of a tile, and warps.
+    """Choose items, bags and columns of a tile, and warps: what was fastest of about ten each on an H200.
 
-    A thread reads 16 bytes of a row, of 8 items at a time; of 4 if those are 16 values or more, where 8 took a fourth
-    longer on an H200.
+    A thread reads 16 bytes of a row, 8 of rows of one byte per value that are shorter than 128 bytes, and of 4 items at
+    a time. Rows of one byte are better read by two warps: 32 programs fill a multiprocessor, whatever their warps.
     """
     columns = max(16, next_power_of_2(width))
     row_bytes = int(columns * item_bytes)
-    warps = min(8, max(1, row_bytes // 512))
-    bags = max(1, 512 // max(row_bytes, 16))
-    items = 4 if item_bytes <= 1 else 8
-    return max(1, min(items, items * 512 * warps // row_bytes)), bags, columns, warps
+    small = item_bytes <= 1
+    warps = min(8, max(2 if small else 1, row_bytes // 512))
+    bags = max(1, warps * (256 if small and row_bytes < 128 else 512) // max(row_bytes, 16))
+    return max(1, min(4, 4 * 512 * warps // row_bytes)), bags, columns, warps
 
 
 def look_up(

@@ -47,8 +47,10 @@ def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
     if PREROUND:  # the interpreter would multiply the bit patterns of bf16 values
         return tl.where(first[:, None], tl.sum(x, 0)[None, :], 0.0)
     else:
-        ones = tl.broadcast_to(tl.where(first, 1.0, 0.0)[:, None], (64, BM)).to(tl.bfloat16)
-        return tl.dot(ones, x.to(tl.bfloat16))
+        # A thread of an accumulator holds rows r and r + 8 of every 16: their sum moves no data and halves the operand.
+        pairs = tl.reshape(tl.sum(tl.reshape(x, (BM // 16, 2, 8, BN)), 1), (BM // 2, BN))
+        ones = tl.broadcast_to(tl.where(first, 1.0, 0.0)[:, None], (64, BM // 2)).to(tl.bfloat16)
+        return tl.dot(ones, pairs.to(tl.bfloat16))
 
 
 @triton.jit
@@ -57,23 +59,22 @@ def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inver
                 E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """Run the epilogue for half a tile: a whole one needs more registers and shared memory than the pipeline leaves."""
     row, column = first_row + tl.arange(0, BM), first_column + tl.arange(0, BN)
+    # Operands' scales are applied to maxima, to sums and, in one factor, to what is quantized: not to every element.
     if DROP == _DROP_DRAWN:
-        acc *= drawn(tl.load(seed_ptr), row, column, stream, threshold, scale)
-    else:
-        acc *= scale
+        acc *= drawn(tl.load(seed_ptr), row, column, stream, threshold, 1.0)
     if Z != _Z_NONE:
         acc *= slope_of(z.to(tl.float32), z_scale, Z, ACTIVATION, SLOPE, PREROUND)
     if AMAX:
-        raise_amax(acc, row < M, amax_ptr, PREROUND)
+        raise_amax(acc, row < M, amax_ptr, scale, PREROUND)
     if BIAS:  # rows beyond M are zero
         at = tl.broadcast_to((bias_ptr + column)[None, :], (64, BN))
         tl.atomic_add(
             at,
-            _column_sums(acc, BM, BN, PREROUND),
+            _column_sums(acc, BM, BN, PREROUND) * scale,
             (tl.arange(0, 64) == 0)[:, None] & (column < N)[None, :],
             sem="relaxed",
         )
-    q = to_fp8(acc, q_inverse, 0, E5M2, False, PREROUND)
+    q = to_fp8(acc, scale * q_inverse, 0, E5M2, False, PREROUND)
     q_desc.store([first_row, first_column], q)
     qt_desc.store([first_column, first_row], tl.trans(q))
 

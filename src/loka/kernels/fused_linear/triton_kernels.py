@@ -60,8 +60,8 @@ KEEP_TYPES = {1: torch.float8_e4m3fn, 2: torch.float8_e4m3fn, 3: torch.bfloat16}
 
 
 @triton.jit
-def raise_amax(x, inside, amax_ptr, PREROUND: tl.constexpr):
-    """Raise a float32 buffer, viewed as int32, to the largest finite |x| of the rows `inside`.
+def raise_amax(x, inside, amax_ptr, factor, PREROUND: tl.constexpr):
+    """Raise a float32 buffer, viewed as int32, to `factor` times the largest finite |x| of the rows `inside`.
 
     Floats >= 0 are ordered like their bits. It takes one instruction per element; only a tile with NaN or Inf is
     searched again for its finite values.
@@ -69,7 +69,7 @@ def raise_amax(x, inside, amax_ptr, PREROUND: tl.constexpr):
     largest = largest_magnitude(tl.where(inside, largest_magnitude(x, 1, PREROUND), 0.0), 0, PREROUND)
     if not (largest < float("inf")):
         largest = tl.max(tl.where(inside, tl.max(finite_magnitude(x), 1), 0.0))
-    tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(amax_ptr, (largest * factor).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_p
     if NORM or not BIAS:
         acc *= factor[:, None]
     if AMAX:  # rows beyond M hold the bias and must not count
-        raise_amax(acc, row < M, amax_ptr, PREROUND)
+        raise_amax(acc, row < M, amax_ptr, 1.0, PREROUND)
     out_inverse = 1.0
     if OUT == _OUT_STATIC:
         out_inverse = inverse(late(out_scale, PREROUND))
