@@ -339,6 +339,25 @@ def test_activation_checkpointing_runs_the_same_twice(reentrant: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_scales_follow_another_loss_scale_one_linear_a_step() -> None:
+    """docs/limits.md says how many steps that takes, and that `loka.refresh` can take them without an optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 1))
+    plain, x = copy.deepcopy(model), torch.randn(32, 64)
+    plan = plan_everything(model, x)
+    loka.convert(model, plan)
+    for factor, steps in ((1.0, 3), (2.0**16, 4)):  # the scales of a loss as it is, then of a scaled one
+        found = []
+        for _ in range(steps):
+            for each in (model, plain):
+                each.zero_grad()
+                (factor * each(x).square().mean()).backward()
+            found.append(float(model[0].weight.grad.norm() / plain[0].weight.grad.norm()))
+            loka.refresh(model)
+    assert max(found[:3]) < 0.1
+    assert found[3] == pytest.approx(1.0, abs=0.1)
+
+
 def test_a_grad_scaler_sees_an_overflow_and_recovers() -> None:
     model, x = converted("tower")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
