@@ -40,6 +40,7 @@ def no_tensor(output: Tensor, target: Tensor) -> float:
         ((None, loss), {}, "batches is NoneType, expected an iterable"),
         ((BATCHES, loss), {"metric": lambda model, batch: None}, "the metric returned NoneType, expected a number"),
         ((BATCHES, loss), {"metric": lambda model: model}, "metric.model. cannot be called with .model, batch."),
+        ((BATCHES, loss), {"progress": lambda phase, done: None}, "progress.phase, done. cannot be called with .phase, done, total."),
         ((BATCHES, loss), {"seconds": None}, "seconds=None: expected a budget"),
         ((BATCHES, loss), {"margin": "2%"}, "margin='2%': expected a relative change"),
         ((BATCHES, loss), {"autocast": "bf16"}, "autocast='bf16': expected torch.bfloat16"),

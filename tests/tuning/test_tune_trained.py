@@ -138,6 +138,7 @@ def test_runs_that_always_end_apart_convert_nothing(monkeypatch: pytest.MonkeyPa
         ({"train": 5, "target": "serve"}, "with target='train'"),
         ({"optimizer": torch.optim.SGD}, "optimizer= needs train="),
         ({"train": -1}, "number of steps"),
+        ({"train": 2, "optimizer": lambda parameters: None}, "optimizer= returned NoneType, expected an optimizer"),
     ],
 )
 def test_paired_runs_that_cannot_be(options: dict[str, Any], said: str) -> None:

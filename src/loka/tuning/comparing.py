@@ -138,6 +138,10 @@ def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | 
 
 
 def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Callable[[int], None]) -> None:
+    if not (hasattr(optimizer, "zero_grad") and hasattr(optimizer, "step")):
+        raise ValueError(
+            f"optimizer= returned {type(optimizer).__name__}, expected an optimizer with step and zero_grad"
+        )
     task.model.train()
     for step in range(steps):
         optimizer.zero_grad()

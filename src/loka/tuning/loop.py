@@ -119,6 +119,8 @@ def tune(
         raise ValueError(f"model is {type(model).__name__}, expected an nn.Module")
     if metric is not None:
         check_arity("metric", metric, 2, "(model, batch)")
+    if not isinstance(progress, bool | None):
+        check_arity("progress", progress, 3, "(phase, done, total)")
     if out is not None:
         require_charts()
     inner = unwrap(model)
