@@ -31,3 +31,12 @@ def test_a_rankers_folder_is_exported(tmp_path: Path, monkeypatch: pytest.Monkey
     made = json.loads(done.stdout)
     assert Path(made["path"]).read_bytes() == b"not compiled"
     assert any("seen" in name for name in made["inputs"])
+
+
+def test_a_file_of_untrained_weights_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loka.exporting.export", lambda *given, **options: "written")
+    words = ["export", "wukong:tiny", "--out", str(tmp_path / "m.pt2"), "--batch-size", "16"]
+    done = CliRunner().invoke(app, words, obj={})
+    assert done.exit_code == 0, done.output
+    assert "wukong:tiny has its initial weights and is not trained; hint: --weights" in done.stderr
+    assert done.stdout == "written\n"

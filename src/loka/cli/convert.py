@@ -76,6 +76,7 @@ def convert(
     note = f"loss of one batch: {before:.6f} -> {_lose(subject, batch):.6f}"
     summary = msgspec.structs.replace(summary, notes=[*summary.notes, note])
     if out is not None:
+        say_if_untrained(model, weights)
         _write(subject.model, out, summary)
     if json_:
         typer.echo(records.to_json(summary).decode())
@@ -150,6 +151,14 @@ def _remember(subject: Any, scales: str, steps: int) -> None:
             refresh(subject.model)
     for parameter in subject.model.parameters():
         parameter.grad = None
+
+
+def say_if_untrained(model: str, weights: Path | None) -> None:
+    """Tell on stderr that a built-in model that is about to be written has not been trained."""
+    from loka.cli.subject import split_name
+
+    if weights is None and split_name(model)[0] is not None:
+        typer.echo(f"note: {model} has its initial weights and is not trained; hint: --weights FOLDER", err=True)
 
 
 def _write(model: Any, out: Path, summary: Any) -> None:

@@ -38,6 +38,7 @@ def export(
     json_: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Export a frozen model to one file that runs without loka."""
+    from loka.cli.convert import say_if_untrained
     from loka.exporting import export as run
 
     check_file("--out", out)
@@ -51,6 +52,7 @@ def export(
         raise ValueError(f"--factory {factory} is for a ranker's folder; {model} is built by its name")
     else:
         network, example = _open_model(model, data, plan, recipe, weights, batch_size, seed, device)
+        say_if_untrained(model, weights)
     made = run(network, example, out, format=format, dynamic=not fixed, tolerance=tolerance)  # type: ignore[arg-type]
     if json_:
         import json

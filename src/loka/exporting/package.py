@@ -168,7 +168,7 @@ def export(
 def _find_format(path: Path, asked: str | None) -> Format:
     if asked is None:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path}: expected a name ending in {' or '.join(SUFFIXES)}, or format='aoti' or 'onnx'")
+            raise ValueError(f"{path}: expected a name ending in {' or '.join(SUFFIXES)}")
         return SUFFIXES[path.suffix]
     if asked not in get_args(Format):
         raise ValueError(f"format={asked!r}: expected 'aoti' or 'onnx'")
@@ -237,7 +237,7 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
     rows = [t.shape[0] for t in tensors if t.dim()]
     if dynamic and 1 in rows:
         small = [name for name in inputs if arguments.tensors[name].dim() and arguments.tensors[name].shape[0] == 1]
-        raise ValueError(f"{', '.join(small)} has one row in the example, which tracing specializes on; hint: an example of two rows or more, or dynamic=False")  # fmt: skip
+        raise ValueError(f"{', '.join(small)} has one row in the example, which tracing specializes on; hint: an example of two rows or more, or dynamic=False (--fixed)")  # fmt: skip
     free = tuple({0: torch.export.Dim.AUTO} if t.dim() and dynamic else None for t in tensors)
     flat = Flat(model, arguments, inputs).eval()
     try:
@@ -273,7 +273,7 @@ def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
         guards = [guard for guard in getattr(program, "_guards_code", ()) if "==" not in guard or "%" in guard]
         asked = [re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[0\]", lambda found: f"rows of {inputs[int(found[1])]}", guard) for guard in guards]  # fmt: skip
     if asked:
-        raise ValueError(f"the model branches on its number of rows and was traced for {'; '.join(asked)}: a package would take that branch for any number; hint: dynamic=False, or a forward that does not branch")  # fmt: skip
+        raise ValueError(f"the model branches on its number of rows and was traced for {'; '.join(asked)}: a package would take that branch for any number; hint: dynamic=False (--fixed), or a forward that does not branch")  # fmt: skip
 
 
 def _is_free(size: Any) -> bool:
