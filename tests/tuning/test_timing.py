@@ -201,7 +201,7 @@ def capture_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Reads)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
+    monkeypatch.setattr(timing, "capturing", lambda graph, stream: graph)
     monkeypatch.setattr(torch, "compile", lambda what, **given: what)
 
 

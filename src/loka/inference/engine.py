@@ -28,6 +28,7 @@ from loka.inference.request import Recommendation, Request, check_request, pad_r
 from loka.inference.tuning import Tuning
 from loka.inference.weights import PackedModel, Placement
 from loka.lowp.chain import chains_of
+from loka.measure.capturing import capturing
 from loka.models.onerec import OneRec
 from loka.semantic_ids import Trie
 
@@ -158,7 +159,7 @@ class Engine:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         made.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(made.graph, pool=self._pool):
+        with capturing(made.graph, pool=self._pool):
             made.found = made.decoder.generate(made.inputs, made.caches)
 
     @torch.no_grad()

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from loka.measure.capturing import capturing
 from loka.measure.conformance import Conformance
 from loka.records import Interval
 
@@ -187,7 +188,7 @@ def _make_graph_runner(candidate: Contender, device: torch.device) -> Callable[[
 def _capture(candidate: Contender, device: torch.device, stream: Any, *, calls: int) -> Callable[[], float]:
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with capturing(graph, stream=stream):
             for index in range(calls):
                 candidate.thunks[index % len(candidate.thunks)]()
     except RuntimeError as error:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loka.data.batch import Batch, Jagged
+from loka.measure.capturing import capturing
 from loka.serving.rank_bundle import RankerBundle
 from loka.serving.rank_rows import Columns, Ranked, RankRequest, RowReader, Rows, join
 from loka.serving.servable import FieldError, Job
@@ -203,7 +204,7 @@ class RankingModel:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             scores = self._call_linked(static)
         return _Prepared(static, graph, scores)
 

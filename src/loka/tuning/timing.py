@@ -20,6 +20,7 @@ from loka.lowp.chain import Chain
 from loka.lowp.chain_modules import chains_of
 from loka.lowp.linear import Linear, linears_of
 from loka.lowp.step import end_step
+from loka.measure.capturing import capturing
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
@@ -247,7 +248,7 @@ def _capture(step: Run, model: nn.Module) -> Captured:
     # what the capture made, so both are kept.
     before = held_by(model)
     try:
-        with torch.cuda.graph(graph, stream=stream):
+        with capturing(graph, stream=stream):
             step()
     except torch.OutOfMemoryError:  # tells nothing about the step
         raise
