@@ -10,6 +10,7 @@ Every response has an `x-request-id`: the client's, if it sent one. Errors have 
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import secrets
@@ -57,6 +58,8 @@ class Front:
         self.service, self.tokens, self.limits = service, tokens, limits or Limits()
         self.manage, self.verbose = manage, verbose
         self._outcomes = wire.Codec(Outcome)
+        # Request ids. One random number per request would release the interpreter's lock, and wait for it again.
+        self._process, self._number = secrets.token_hex(8), itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI lifespan or HTTP scope."""
@@ -90,7 +93,9 @@ class Front:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         usable = bool(given) and wire.REQUEST_ID.fullmatch(given) is not None
-        call = Call(scope, receive, send, headers, arrived, given if usable else secrets.token_hex(12))
+        call = Call(
+            scope, receive, send, headers, arrived, given if usable else f"{self._process}-{next(self._number)}"
+        )
         try:
             if given and not usable:
                 raise Refused(400, "header", "1 to 128 letters, digits and ._:-", path="x-request-id")

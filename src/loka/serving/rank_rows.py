@@ -150,6 +150,8 @@ class RowReader:
     def _count(self, request: RankRequest) -> int:
         counts = {}
         for name, value in request.features.items():
+            if type(value) is int or type(value) is float:  # most columns
+                continue
             if name in self._sequences:
                 if isinstance(value, list) and value and isinstance(value[0], list):
                     counts[name] = len(value)
@@ -187,16 +189,18 @@ class RowReader:
 
 def _read_columns(features: dict[str, Any], names: Sequence[str], n: int, kind: Any) -> Columns:
     """Read the named columns; a plain number is one value for all rows."""
-    same, places, varying = np.zeros(len(names), kind), [], []
+    values, places, varying = [], [], []
     plain = (int,) if kind is np.int64 else (int, float)
     for place, name in enumerate(names):
         value = features[name]
         if type(value) in plain and abs(value) < 2**63:
-            same[place] = value
+            values.append(value)
         else:
+            values.append(0)
             places.append(place)
             varying.append(_column(value, n, kind, f"$.features.{name}"))
-    if not np.isfinite(same).all():
+    same = np.array(values, dtype=kind)
+    if kind is np.float32 and not np.isfinite(same).all():
         raise FieldError(f"$.features.{names[int(np.argmin(np.isfinite(same)))]}", "holds NaN or infinity")
     table = np.stack(varying, 1) if varying else np.empty((n, 0), kind)
     return Columns(same, np.array(places, dtype=np.int64), table)
