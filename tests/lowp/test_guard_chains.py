@@ -108,14 +108,17 @@ def test_trouble_that_began_elsewhere_is_reported_and_switches_nothing(what: str
     assert len(next(chains_of(model))[1].links) == 3
 
 
-def test_values_beyond_the_delayed_scale_are_counted() -> None:
-    """Magnitudes that triple from step to step outrun any history."""
+@pytest.mark.parametrize("every", [1, 4, 24])
+def test_values_beyond_the_delayed_scale_are_counted(every: int) -> None:
+    """Magnitudes that triple from step to step outrun any history, however often Guard looks."""
     model, x = make()
     train(model, x, steps=2)
-    guard = Guard(model, GuardConfig(every=4, max_error=10.0))
+    guard = Guard(model, GuardConfig(every=every, max_error=10.0))
     events = train(model, x, guard, 5)
-    assert events == []
-    for growth in range(1, 5):
+    events += train(model, x * 30.0, guard)
+    events += train(model, x * 30.0, guard, 24 - 6)
+    assert events == [], "one jump is no reason"
+    for growth in range(1, 26):
         events += train(model, x * 3.0**growth, guard)
     assert {event.site for event in events} >= {"0", "2"}
     assert all("exceeded the delayed scale in" in event.reason for event in events)

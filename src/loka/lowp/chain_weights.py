@@ -147,17 +147,20 @@ class ChainWeights(ChainScales):
             self.frozen = [replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in self.frozen]
         self.frozen_biases = {at: bias.to(device) for at, bias in self.frozen_biases.items()}
 
-    def count_saturated(self) -> list[Tensor | None]:
-        """Return for every link how many steps saturated its scales so far; None if they cannot saturate.
+    def count_saturated(self) -> list[Tensor]:
+        """Return for every link in how many steps its outputs and its gradients saturated so far, [2].
 
-        For a frozen chain, it is how many of the link's scales have saturated at all.
+        For a frozen chain, it is whether they have saturated at all.
         """
-        counts: list[Tensor | None] = []
-        for out, grad in zip(self.out, self.grad, strict=True):
-            states = [state for state in (out, grad) if state is not None]
+        counts = []
+        for states in zip(self.out, self.grad, strict=True):
             now = [
-                (s.pending > s.scale * STATIC_SPEC.format.max).float() if self.frozen is not None else s.saturated
+                self.static.new_zeros(())
+                if s is None
+                else (s.pending > s.scale * STATIC_SPEC.format.max).float()
+                if self.frozen is not None
+                else s.saturated
                 for s in states
             ]
-            counts.append(torch.stack(now).sum() if now else None)
+            counts.append(torch.stack(now))
         return counts

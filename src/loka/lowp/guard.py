@@ -13,8 +13,8 @@ between steps, reads all counters at once and looks for:
     non-finite     the site's output has a NaN or Inf, and neither its input nor its weight has. A site whose input or
                    weight is bad is reported, not switched: a higher precision would not help
     error          the mean sampled error since the last check exceeds `max_error`
-    saturation     in more than `max_saturated` of the steps since the last check, values exceeded a chain's delayed
-                   scale; in serving, any exceeded its calibrated scale, which is only reported
+    saturation     in more than `max_saturated` of the steps since the last check, at least 20 of them, values exceeded
+                   a chain's delayed scale; in serving, any exceeded its calibrated scale, which is only reported
 
 A switch returns a linear to high precision; a chain is split there, and both halves stay in FP8. The event says what
 must be redone: a captured CUDA graph must be captured again, since it replays the old kernels. Compiled code recompiles
@@ -51,6 +51,7 @@ from loka.records import GEMMS, DriftReport
 
 Decide = Callable[[str], LinearBinding | None]
 log = logging.getLogger(__name__)
+_SHARED = 20  # steps that a share of saturated steps is judged over at least: a jump of the loss scale lasts for a few
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class GuardConfig:
             a chain, whose output is FP8 too, near 0.06.
         every: observe one step in this many.
         max_switches: the number of checks that may switch sites; after that they are only reported.
-        max_saturated: the share of steps since the last check in which values may exceed a remembered scale.
+        max_saturated: the share of steps since the last check in which values may exceed a remembered scale. If `every`
+            is below 20, it is the share of the last 20 steps or more.
 
     Example:
         >>> guard = loka.Guard(model, GuardConfig(every=20))
@@ -103,7 +105,7 @@ class _ChainedSite:
 
     chain: Chain
     at: int
-    seen: float = 0.0  # saturated steps at the last check
+    seen: tuple[float, float] = (0.0, 0.0)  # steps with saturated outputs and gradients at the last check
     steps: int = 0  # the guard's step at the last check
 
     @property
@@ -304,11 +306,8 @@ class Guard:
         counted += [inside.chain.health[inside.at] if inside.chain.health else None for inside in self.chained.values()]
         saturated = [count for chain in self._chains for count in chain.count_saturated()]
         device = next(c.device for c in counted if c is not None)
-        zero = torch.zeros((), device=device)
-        over = [zero] * len(self.sites) + [zero if count is None else count.to(device) for count in saturated]
-        table = torch.cat(
-            [torch.stack([c.to(device) for c in counted if c is not None]), torch.stack(over)[:, None]], 1
-        )
+        over = [torch.zeros(2, device=device)] * len(self.sites) + [count.to(device) for count in saturated]
+        table = torch.cat([torch.stack([c.to(device) for c in counted if c is not None]), torch.stack(over)], 1)
         ranks = 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)
@@ -318,22 +317,25 @@ class Guard:
             if c is not None:
                 clear(c)
         found = {}
-        for site, (*row, beyond) in zip(names, rows, strict=True):
-            if finding := self._find(site, row) or self._find_saturated(site, beyond, ranks):
+        for site, (*row, out, grad) in zip(names, rows, strict=True):
+            if finding := self._find(site, row) or self._find_saturated(site, (out, grad), ranks):
                 found[site] = finding
         return found
 
-    def _find_saturated(self, site: str, beyond: float, ranks: int) -> tuple[str, bool] | None:
+    def _find_saturated(self, site: str, beyond: tuple[float, float], ranks: int) -> tuple[str, bool] | None:
         inside = self.chained.get(site)
         if inside is None:
             return None
         if inside.chain.frozen is not None:
             reason = "values exceed the calibrated scale and saturate; hint: calibrate on batches like these"
-            return (reason, False) if beyond else None
+            return (reason, False) if any(beyond) else None
         # counts from before the first check, with or without this guard, do not matter
-        steps, new = self.step - inside.steps if inside.steps else 0, beyond - inside.seen
+        steps = self.step - inside.steps if inside.steps else 0
+        if 0 < steps < _SHARED:
+            return None  # judged by a later check, with the steps until then
+        new = max(now - before for now, before in zip(beyond, inside.seen, strict=True))
         inside.seen, inside.steps = beyond, self.step
-        if steps > 1 and new > self.config.max_saturated * steps * ranks:
+        if steps and new > self.config.max_saturated * steps * ranks:
             return f"values exceeded the delayed scale in {new:.0f} of {steps * ranks} steps", True
         return None
 
