@@ -1,6 +1,7 @@
 """What tune is given: losses, steps, metrics, batches of every kind, and what it refuses before anything changes."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -448,6 +449,8 @@ def test_models_that_cannot_train() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
     traced = torch.jit.trace(copy.deepcopy(model), BATCHES[0][0])
     assert tune(traced, BATCHES, loss).plan.low_precision_share == 0
+    with pytest.raises(ValueError, match="run by TorchScript, so none of its linears can be replaced"):
+        tune(torch.jit.script(copy.deepcopy(model)), BATCHES, loss)
     assert tune(model.requires_grad_(False), BATCHES, loss).plan.low_precision_share > 0.9
     with torch.inference_mode():
         model = nn.Linear(64, 1)
@@ -455,14 +458,16 @@ def test_models_that_cannot_train() -> None:
         tune(model, BATCHES, loss)
 
 
-def test_what_a_step_differentiates_twice_stays() -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_a_step_differentiates_twice_stays(enabled: bool) -> None:
+    """Whether or not the step enables the gradients that it takes: a training loop has them enabled."""
     torch.manual_seed(0)
     first, second = (nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1), nn.Flatten(0)) for _ in range(2))  # fmt: skip
     model = nn.ModuleDict({"smooth": first, "free": second})
 
     def penalised(model: Any, batch: Any) -> Tensor:
         x = batch[0].clone().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad() if enabled else nullcontext():
             y = model["smooth"](x)
             (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return loss(y + model["free"](batch[0]), batch[1]) + 0.1 * slope.square().sum(1)

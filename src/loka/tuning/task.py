@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Task:
     kept: list[Any] = field(init=False)
     notes: list[str] = field(init=False)  # about the batches
     _checked: set[int] = field(init=False, default_factory=set)
+    _differentiates: bool = field(init=False, default=False)  # the step takes gradients, for a penalty
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -97,7 +99,7 @@ class Task:
         """
         with self.context():
             if self.step is not None:
-                value = self._run_step(self.step, model, batch)
+                value = self._run_step(model, batch)
             else:
                 assert self.loss is not None
                 inputs, target = batch
@@ -114,17 +116,17 @@ class Task:
             taken = "**kwargs" if isinstance(inputs, dict) else "*args" if isinstance(inputs, (tuple, list)) else "one argument"  # fmt: skip
             raise ValueError(f"the inputs of a batch are a {type(inputs).__name__}, given as {taken}, and {type(model).__name__} fails: {error}; hint: ((inputs,), target) passes a tuple or a dict as one argument; with step= you call the model yourself") from error  # fmt: skip
 
-    def _run_step(self, step: Step, model: nn.Module, batch: Any) -> Tensor:
+    def _run_step(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the step, and raise if it trains the model or writes to its batch. Every batch is checked once."""
         if id(batch) in self._checked:
-            return step(model, copy_containers(batch))
+            return self._call_step(model, batch)
         calls = "expected step(model, batch) that returns the loss and leaves backward, clipping and the optimizer to the caller"
         scaled = {id(p) for m in model.modules() if getattr(m, "max_norm", None) is not None for p in m.parameters()}
         weights = [p for p in model.parameters() if id(p) not in scaled]  # a table with max_norm rescales itself
         given = list(tensors_in(batch))
         before = versions_of(weights), versions_of(given)
         try:
-            value = step(model, copy_containers(batch))
+            value = self._call_step(model, batch)
         except RuntimeError as error:
             if not torch.is_grad_enabled() and "does not require grad" in str(error):
                 raise ValueError(f"the step calls backward: {calls}") from error
@@ -135,6 +137,18 @@ class Task:
             raise ValueError("the step changes its batch in place, so repeated runs would see different data; hint: clone what it writes to")  # fmt: skip
         self._checked.add(id(batch))
         return value
+
+    def _call_step(self, model: nn.Module, batch: Any) -> Tensor:
+        """Call the step; with gradients if it takes some, even where none are needed otherwise."""
+        assert self.step is not None
+        with torch.enable_grad() if self._differentiates else nullcontext():
+            try:
+                return self.step(model, copy_containers(batch))
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or not _is_from_grad(error):
+                    raise
+        self._differentiates = True
+        return self._call_step(model, batch)
 
     def mean_loss(self, model: nn.Module, batch: Any, *, copied: bool = True) -> Tensor:
         """Compute the mean loss of a batch, and raise if it is not differentiable while gradients are enabled."""
@@ -153,6 +167,11 @@ class Task:
     def steps(self) -> Steps:
         """Return functions that run the model on each batch."""
         return Steps(tuple(partial(self.losses, self.model, batch) for batch in self.kept))
+
+
+def _is_from_grad(error: BaseException) -> bool:
+    """Check whether an error was raised in `torch.autograd.grad`."""
+    return any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def check_arity(name: str, function: Any, given: int, what: str) -> None:
