@@ -175,7 +175,7 @@ def _check_model(model: nn.Module) -> None:
     converted = [*(name for name, _ in linears_of(model)), *(name for name, _ in chains_of(model))]
     if converted:
         raise ValueError(f"already converted: {', '.join(converted[:5])}; call loka.revert(model) first")
-    if isinstance(model, torch.jit.RecursiveScriptModule):
+    if isinstance(model, torch.jit._script.RecursiveScriptModule):
         raise ValueError("the model is run by TorchScript, so none of its linears can be replaced; hint: tune the module that it was scripted from")  # fmt: skip
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
