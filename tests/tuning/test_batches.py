@@ -41,3 +41,10 @@ def test_tensors_that_an_iterator_fills_again_are_refused() -> None:
 
     with pytest.raises(ValueError, match="batch 0 was overwritten"):
         keep_batches(refill())
+
+
+def test_tensors_with_a_graph_are_refused() -> None:
+    given = [(x.requires_grad_(), y) for x, y in make_batches(2)]
+    assert keep_batches(given) == (given, [])
+    with pytest.raises(ValueError, match="batch 0 has a tensor that was computed with gradients"):
+        keep_batches([(2 * x, y) for x, y in given])

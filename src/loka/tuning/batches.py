@@ -23,7 +23,7 @@ def keep_batches(batches: Iterable[Any]) -> tuple[list[Any], list[str]]:
     """Return the first batches of an iterable, up to where it starts over, and notes for the record.
 
     Raises:
-        ValueError: a batch was overwritten while later ones were read.
+        ValueError: a batch was overwritten while later ones were read, or has a tensor with a graph.
     """
     kept, versions = [], []
     with same_randomness():  # a loader that shuffles draws from the generators of the process
@@ -31,6 +31,8 @@ def keep_batches(batches: Iterable[Any]) -> tuple[list[Any], list[str]]:
             kept.append(batch)
             versions.append(versions_of(list(tensors_in(batch))))
     for index, (batch, before) in enumerate(zip(kept, versions, strict=True)):
+        if any(t.grad_fn is not None for t in tensors_in(batch)):
+            raise ValueError(f"batch {index} has a tensor that was computed with gradients, and backward through it works only once; hint: .detach() it, or compute it in the step")  # fmt: skip
         if versions_of(list(tensors_in(batch))) != before:
             raise ValueError(f"batch {index} was overwritten while later batches were read, so all of them would be the same data; hint: yield new tensors, or clones")  # fmt: skip
     again = next((index for index in range(1, len(kept)) if _are_alike(kept[index], kept[0])), None)
