@@ -297,6 +297,49 @@ def test_time_between_reading_a_request_and_looking_at_it_counts() -> None:
     assert [m["status"] for m in sent if "status" in m] == [400, 429]  # read, and found wanting; not read
 
 
+@pytest.fixture(params=["httptools", "h11"])
+def shedding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server that sheds every request unread, with either HTTP parser."""
+    from uvicorn.config import HTTP_PROTOCOLS
+
+    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS[request.param])
+    limits = Limits(body=2**20, body_seconds=0.5, header_bytes=2048)
+    with Server(Sleeper(COST), sla=2.0, port=0, limits=limits).background() as server:
+        service = server.service
+        assert service._pulse is not None
+        assert server._loop is not None
+        server._loop.call_soon_threadsafe(service._pulse.cancel)
+        wait_for(service._pulse.done)
+        service.lag = 3.0
+        yield server
+
+
+def read_status(connection: socket.socket) -> str:
+    """The status of the next response; its body is in the same write."""
+    return connection.recv(65536).decode().split(" ")[1]
+
+
+def test_a_body_that_is_not_read_does_not_cost_the_connection(shedding: Server) -> None:
+    body = b"x" * 300_000  # far more than a head may have
+    head = f"POST /v1/recommend HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with dial(shedding.url) as connection:
+        for _ in range(3):
+            connection.sendall(head + body[:1000])
+            assert read_status(connection) == "429"  # before the body is there
+            for start in range(1000, len(body), 50_000):
+                connection.sendall(body[start : start + 50_000])
+                time.sleep(0.01)
+
+
+def test_a_body_that_is_not_read_may_not_take_for_ever(shedding: Server) -> None:
+    with dial(shedding.url) as connection:
+        connection.sendall(b"POST /v1/recommend HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n" + b"x" * 10)
+        assert read_status(connection) == "429"
+        connection.sendall(b"x")
+        assert read_status(connection) == "408"
+        assert connection.recv(1) == b""
+
+
 def test_a_hung_engine_is_told_and_not_waited_for() -> None:
     model = Sleeper({(1, 0): 0.005})
     with Server(model, sla=0.3, port=0, limits=Limits(grace=0.1)).background() as server:

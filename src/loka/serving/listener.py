@@ -1,9 +1,11 @@
 """uvicorn's HTTP protocol with limits that must be enforced before there is a request.
 
 A connection beyond the cap is closed at once. A request head that does not arrive in time gets a 408, one that is too
-large a 431, so that slow or endless headers cannot hold connections. A lost connection cancels the work for it. Head
-and body of a response are sent in one write, so that a killed process has sent either all of it or nothing. The
-protocol class of uvicorn is extended: httptools if installed, otherwise h11.
+large a 431, so that slow or endless headers cannot hold connections. The rest of a body whose request was answered
+without reading it is dropped as it arrives, within the time for a body: closing the connection instead would often lose
+the answer, and cost a new connection. A lost connection cancels the work for it. Head and body of a response are sent
+in one write, so that a killed process has sent either all of it or nothing. The protocol class of uvicorn is extended:
+httptools if installed, otherwise h11.
 """
 
 import asyncio
@@ -48,6 +50,7 @@ class Whole:
 
 def make_protocol(limits: Limits) -> type:
     """Return a subclass of uvicorn's HTTP protocol that enforces these limits."""
+    import h11
     from uvicorn.config import HTTP_PROTOCOLS
     from uvicorn.importer import import_from_string
 
@@ -61,6 +64,7 @@ def make_protocol(limits: Limits) -> type:
         def connection_made(self, transport: Any) -> None:
             self._timer: asyncio.TimerHandle | None = None
             self._head = 0  # bytes of the request head so far
+            self._sends_body = False
             self._lost: list[Any] = []  # called when the connection is lost
             super().connection_made(Whole(transport))
             if len(self.connections) > limits.connections:
@@ -71,9 +75,14 @@ def make_protocol(limits: Limits) -> type:
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            before, read = self.cycle, time.monotonic()
+            before, read, body = self.cycle, time.monotonic(), self._in_body()
             super().data_received(data)
-            if self._awaits_head():
+            if self._awaits_head() and body:  # the rest of a body that nobody reads
+                if not self._in_body():
+                    self._stop_timer()
+                elif self._timer is None:
+                    self._start_timer(limits.body_seconds)
+            elif self._awaits_head():
                 self._head += len(data)
                 if self._head > limits.header_bytes:
                     self._close("431 Request Header Fields Too Large")
@@ -84,6 +93,19 @@ def make_protocol(limits: Limits) -> type:
                 if self.cycle is not before:
                     self._lost = []
                     self.cycle.scope[DISCONNECT], self.cycle.scope[READ] = self._lost, read
+
+        def on_headers_complete(self) -> None:  # called by httptools, as the next
+            self._sends_body = True
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._sends_body = False
+            super().on_message_complete()
+
+        def _in_body(self) -> bool:
+            """Return True if the client has sent a request head, and not yet all of its body."""
+            parser = getattr(self, "conn", None)  # of h11
+            return self._sends_body if parser is None else parser.their_state is h11.SEND_BODY
 
         def on_response_complete(self) -> None:
             self.transport.flush()
@@ -100,8 +122,8 @@ def make_protocol(limits: Limits) -> type:
             """Return True if no request is being answered, so that arriving bytes belong to a request head."""
             return self.cycle is None or self.cycle.response_complete
 
-        def _start_timer(self) -> None:
-            self._timer = self.loop.call_later(limits.header_seconds, self._too_slow)
+        def _start_timer(self, seconds: float = limits.header_seconds) -> None:
+            self._timer = self.loop.call_later(seconds, self._too_slow)
 
         def _stop_timer(self) -> None:
             self._head = 0
