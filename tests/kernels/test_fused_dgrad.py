@@ -155,6 +155,19 @@ def test_special_gradients_stay_visible_and_leave_no_trace_in_amax(name: str, de
 
 
 @every_backend
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 3e38], ids=["nan", "inf", "overflow"])
+def test_a_scale_that_is_no_number_leaves_no_trace_in_amax(name: str, factor: float, device: torch.device) -> None:
+    supported(name, device)
+    g, w_t = operands(SHAPE, device)
+    g = QTensor(g.data, torch.full_like(g.scale, factor), g.spec)
+    w_t = QTensor(w_t.data, w_t.scale * 100, w_t.spec)
+    amax = torch.full((), 0.01, device=device)
+    result = step(name, g, w_t, None, "none", amax=amax)
+    assert amax.isfinite()
+    assert not result.g.dequantize().isfinite().all()
+
+
+@every_backend
 def test_values_beyond_the_scale_clamp(name: str, device: torch.device) -> None:
     supported(name, device)
     g, w_t = (quantize(torch.full(s, v, device=device), TENSOR) for s, v in (((3, 32), 1e4), ((40, 32), -1e4)))

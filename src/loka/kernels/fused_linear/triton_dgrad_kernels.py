@@ -54,7 +54,7 @@ def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
 
 
 @triton.jit
-def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
+def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, factor, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
                 BM: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
                 E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """Run the epilogue for half a tile: a whole one needs more registers and shared memory than the pipeline leaves."""
@@ -74,7 +74,7 @@ def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inver
             (tl.arange(0, 64) == 0)[:, None] & (column < N)[None, :],
             sem="relaxed",
         )
-    q = to_fp8(acc, scale * q_inverse, 0, E5M2, False, PREROUND)
+    q = to_fp8(acc, factor, 0, E5M2, False, PREROUND)
     q_desc.store([first_row, first_column], q)
     qt_desc.store([first_column, first_row], tl.trans(q))
 
@@ -111,10 +111,12 @@ def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_sca
             z_left, z_right = halves(z_desc.load([first_row, first_column]), BM, BN)
         else:
             z_left, z_right = left, right
-        scale, q_inverse = late(sg, PREROUND) * late(sw, PREROUND) * upscale, inverse(late(q_scale, PREROUND))
-        _write_half(left, z_left, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
+        scale = late(sg, PREROUND) * late(sw, PREROUND) * upscale
+        factor = scale * inverse(late(q_scale, PREROUND))
+        factor = tl.where(factor < float("inf"), factor, float("nan"))  # Inf must be seen in the result, not saturate
+        _write_half(left, z_left, first_row, first_column, q_desc, qt_desc, scale, factor, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
                     BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, DROP, PREROUND)  # fmt: skip
-        _write_half(right, z_right, first_row, first_column + BN // 2, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
+        _write_half(right, z_right, first_row, first_column + BN // 2, q_desc, qt_desc, scale, factor, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
                     BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, DROP, PREROUND)  # fmt: skip
 
 

@@ -69,7 +69,9 @@ def raise_amax(x, inside, amax_ptr, factor, PREROUND: tl.constexpr):
     largest = largest_magnitude(tl.where(inside, largest_magnitude(x, 1, PREROUND), 0.0), 0, PREROUND)
     if not (largest < float("inf")):
         largest = tl.max(tl.where(inside, tl.max(finite_magnitude(x), 1), 0.0))
-    tl.atomic_max(amax_ptr, (largest * factor).to(tl.int32, bitcast=True), sem="relaxed")
+    largest *= factor
+    largest = tl.where(largest < float("inf"), largest, 0.0)  # a factor may overflow, or be NaN
+    tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
