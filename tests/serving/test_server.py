@@ -303,7 +303,7 @@ def shedding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     from uvicorn.config import HTTP_PROTOCOLS
 
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS[request.param])
-    limits = Limits(body=2**20, body_seconds=0.5, header_bytes=2048)
+    limits = Limits(body=2**20, body_seconds=0.5, header_bytes=2048, keep_alive=2.0)
     with Server(Sleeper(COST), sla=2.0, port=0, limits=limits).background() as server:
         service = server.service
         assert service._pulse is not None
@@ -338,6 +338,28 @@ def test_a_body_that_is_not_read_may_not_take_for_ever(shedding: Server) -> None
         connection.sendall(b"x")
         assert read_status(connection) == "408"
         assert connection.recv(1) == b""
+
+
+def test_after_a_body_that_is_not_read_an_idle_connection_is_closed(shedding: Server) -> None:
+    with dial(shedding.url) as connection:
+        connection.sendall(b"POST /v1/recommend HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n" + b"x" * 10)
+        assert read_status(connection) == "429"
+        connection.sendall(b"x" * 990)
+        connection.settimeout(10.0)
+        assert connection.recv(1) == b""
+
+
+def test_a_pipelined_request_is_not_shed_for_waiting_for_the_answer_before_it() -> None:
+    body = b'{"number": 1}'
+    head = f"POST /v1/recommend HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    model = Sleeper({(1, 0): 0.002})
+    with Server(model, sla=4.0, port=0).background() as server, dial(server.url) as connection:
+        model.extra = 1.1  # more than a quarter of the SLA
+        connection.sendall(2 * (head.encode() + body))
+        said = b""
+        while said.count(b"HTTP/1.1 ") < 2:
+            said += connection.recv(65536)
+        assert said.count(b"HTTP/1.1 200") == 2
 
 
 def test_a_hung_engine_is_told_and_not_waited_for() -> None:

@@ -80,6 +80,7 @@ def make_protocol(limits: Limits) -> type:
             if self._awaits_head() and body:  # the rest of a body that nobody reads
                 if not self._in_body():
                     self._stop_timer()
+                    self._wait_for_next()
                 elif self._timer is None:
                     self._start_timer(limits.body_seconds)
             elif self._awaits_head():
@@ -92,7 +93,15 @@ def make_protocol(limits: Limits) -> type:
                 self._stop_timer()
                 if self.cycle is not before:
                     self._lost = []
-                    self.cycle.scope[DISCONNECT], self.cycle.scope[READ] = self._lost, read
+                    self.cycle.scope[DISCONNECT] = self._lost
+                    if not getattr(self, "pipeline", None):  # else it waits for the answer before it, not for the loop
+                        self.cycle.scope[READ] = read
+
+        def _wait_for_next(self) -> None:
+            """Start the timer of an idle connection, as uvicorn does after an answer; bytes that arrive stop it."""
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
         def on_headers_complete(self) -> None:  # called by httptools, as the next
             self._sends_body = True
