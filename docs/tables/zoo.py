@@ -167,7 +167,7 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 def tune_table() -> str | None:
     """Return one configuration per row: step and loss compared with bf16."""
-    found = _newest("tune_zoo_wukong", "tune_zoo_serve", "tune_zoo", "tune_zoo_dlrm", "tune_zoo_more")
+    found = _newest("tune_zoo_wukong", "tune_zoo_serve", "tune_zoo", "tune_zoo_dlrm", "tune_zoo_more", "tune_zoo_small")
     if not found:
         return None
     rows, titles = [], MODELS | MORE
@@ -218,10 +218,11 @@ def _tuned(title: str, record: dict[str, Any], seconds: float) -> list[str]:
     """Return the result of one call of tune."""
     speed, change = record["speedup"], record["metric_change"]
     taken = sum(unit["flops_share"] for unit in record["units"] if unit["way"] != "high")
+    unmeasured = "not measured" if taken else "1.00x: nothing is converted"
     return [
         title,
         record["target"],
-        "not measured" if speed is None else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
+        unmeasured if speed is None else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
         _layout_share(record["step_microseconds"]),
         "not measured" if change is None else f"{change['value']:+.4%} [{change['low']:+.4%}, {change['high']:+.4%}]",
         f"{record['used_margin']:.2%}",
