@@ -1,8 +1,13 @@
 """Putting a new model in place while requests come: none lost, a bad one keeps the old."""
 
+import gc
+import http.client
+import json
 import threading
 import time
+import weakref
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -66,6 +71,22 @@ def test_a_new_model_takes_over_between_batches_and_nobody_is_lost() -> None:
         assert set(versions) == {"old", "new"}
         assert set(versions[-3:]) == {"new"}
         assert server.service.first.captured_since_ready == 0
+
+
+def test_a_replaced_model_is_let_go_also_if_no_other_request_comes() -> None:
+    """Else two reloads of an idle server need memory for three models."""
+    with Server(open_sleeper("old"), sla=60.0, port=0, admin_port=0, opener=open_sleeper).background() as server:
+        model = weakref.ref(server.service.first.model)
+        parts = urlsplit(server.url)
+        client = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=30)  # stays open
+        client.request("POST", "/v1/recommend", json.dumps({"number": 1}), {"content-type": "application/json"})
+        assert client.getresponse().read()
+        assert post(server.admin_url or "", {"folder": "new"}, path="/reload")[0] == 200
+        end = time.monotonic() + 10
+        while gc.collect() >= 0 and model() is not None:
+            assert time.monotonic() < end, gc.get_referrers(model())
+            time.sleep(0.01)
+        client.close()
 
 
 @pytest.mark.parametrize(("folder", "why"), [("missing", "no bundle"), ("broken", "broken")])

@@ -202,6 +202,8 @@ class Front:
         finally:
             if watcher is not None:
                 watcher.cancel()
+            if lost is not None:
+                lost.clear()  # the connection may stay open for long, and the ticket holds the model
 
     async def _cancel_on_disconnect(self, call: Call, runner: Runner, ticket: Ticket) -> None:
         while (await call.receive())["type"] != "http.disconnect":

@@ -103,19 +103,31 @@ class Runner:
             return
         self.captured, self.scheduler = self.model.captures, scheduler
         self._call_in_loop(_settle, warm, None, None)
-        while (batch := self._next_batch()) is not None:
-            answers: Iterable[Any] = ()
-            error: BaseException | None = None
-            try:
-                with self.turn:
-                    answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
-            except BaseException as caught:  # passed to the waiting requests; the engine goes on
-                error = caught
-            with self._changed:
-                now = self.clock()
-                assert self.scheduler is not None  # set above
-                self.scheduler.finish(now=now, learn=error is None)
-            self._call_in_loop(self._deliver, batch, answers, error, now)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the next batch; return False when the runner is closed.
+
+        A function of its own, so that an engine that waits holds no batch: requests and answers refer to their model,
+        which may have been replaced.
+        """
+        batch = self._next_batch()
+        if batch is None:
+            return False
+        answers: Iterable[Any] = ()
+        error: BaseException | None = None
+        try:
+            with self.turn:
+                answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
+        except BaseException as caught:  # passed to the waiting requests; the engine goes on
+            error = caught
+        with self._changed:
+            now = self.clock()
+            assert self.scheduler is not None  # set before the first call
+            self.scheduler.finish(now=now, learn=error is None)
+        self._call_in_loop(self._deliver, batch, answers, error, now)
+        return True
 
     def _next_batch(self) -> Batch | None:
         """Wait for the next batch; return None when the runner is closed."""
