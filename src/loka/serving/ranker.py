@@ -257,7 +257,7 @@ class RankingModel:
 def find_best(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     """Return the rows of the highest scores, best first; of equal scores the earlier row first, and NaN last.
 
-    The same as the first `count` of a stable sort, in less than half the time; the GPU waits meanwhile.
+    The same as the first `count` of a stable sort, in less than half the time; the event loop waits meanwhile.
     """
     if count >= len(scores):
         return np.argsort(-scores, kind="stable")
