@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +47,13 @@ def tune_alone_and_sharded() -> dict[str, Any]:
     tuned = tune(model)
     tuned.revert()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    synced = nn.Sequential(nn.Linear(64, 64), nn.SyncBatchNorm(64), nn.Linear(64, 1), nn.Flatten(0))
+    return {"notes": tuned.record.notes, "refused": _refuse(model), "synced": _refuse(synced)}
+
+
+def _refuse(model: nn.Module) -> str:
     try:
         tune(model)
     except ValueError as error:
-        return {"notes": tuned.record.notes, "refused": str(error)}
-    return {"notes": tuned.record.notes, "refused": ""}
+        return str(error)
+    return ""

@@ -147,11 +147,12 @@ def test_ranks_convert_by_one_plan(tmp_path: Path) -> None:
     assert [rank["placed"] for rank in again] == [found[0]["placed"]] * 2
 
 
-def test_a_choice_of_one_rank_is_called_that_and_shards_are_refused() -> None:
+def test_a_choice_of_one_rank_is_called_that_and_what_takes_all_ranks_is_refused() -> None:
     for rank, found in enumerate(on_ranks(2, "integrations.jobs_during", "tune_alone_and_sharded")):
         assert any(f"chosen on rank {rank} of 2 alone" in note for note in found["notes"])
         assert "sharded over ranks" in found["refused"]
         assert "tune the model before fully_shard" in found["refused"]
+        assert "1 is a SyncBatchNorm, so running the model is a call of all ranks" in found["synced"]
 
 
 def test_guard_watches_from_then_on(tmp_path: Path) -> None:

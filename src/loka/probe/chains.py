@@ -69,7 +69,7 @@ def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapp
     placed = [describe_chain(model, chain) for _, chain in chains_of(model)]
     if placed:
         return FoundChains(placed)
-    if given is None and (why := _find_collective(model)):
+    if given is None and (why := find_collective(model)):
         return FoundChains(reason=f"{why}, so running the model is a call of all ranks; hint: probe.evaluate(example=batch) on every rank")  # fmt: skip
     if given is None and not kept.examples and not hasattr(model, "example_inputs"):
         return FoundChains(reason=f"finding chains takes an example, and {kept.missing}; hint: probe.evaluate(example=batch)")  # fmt: skip
@@ -81,7 +81,7 @@ def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapp
     return FoundChains([_with_magnitudes(unit, watches) for unit in found.units], found.alone)
 
 
-def _find_collective(model: nn.Module) -> str | None:
+def find_collective(model: nn.Module) -> str | None:
     """Return what in a model communicates with other ranks when it runs, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -26,6 +27,7 @@ from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
+from loka.probe.chains import find_collective
 from loka.probe.weights import is_sharded
 from loka.report.render import require_charts
 from loka.tuning.call import Call
@@ -184,6 +186,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"{', '.join(unused[:5])}: made under torch.inference_mode, so they cannot have gradients; hint: make the model outside of it, then load_state_dict")  # fmt: skip
     if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
         raise ValueError(f"{', '.join(sharded[:5])}: sharded over ranks, so this rank cannot measure them; hint: tune the model before fully_shard, then loka.convert(model, plan) on every rank")  # fmt: skip
+    if (why := find_collective(model)) and dist.get_world_size() > 1:
+        raise ValueError(f"{why}, so running the model is a call of all ranks, and a rank that tunes would wait for the others; hint: tune the model before it communicates (convert_sync_batchnorm, sharding), or a part that does not")  # fmt: skip
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ValueError(f"{', '.join(empty[:5])}: on the meta device, without values; hint: model.to_empty(device=...) and load_state_dict first")  # fmt: skip
 
