@@ -11,7 +11,8 @@ import torch
 from loka.measure.capturing import capturing
 
 
-def test_the_stream_is_put_back_and_the_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_stream_is_put_back_and_the_error_is_raised(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a torch that gives up in the middle, as it does: everything is tried, and nothing hides the error."""
     seen: list[object] = []
     now = SimpleNamespace(stream="the caller's")
@@ -26,9 +27,14 @@ def test_the_stream_is_put_back_and_the_error_is_raised(monkeypatch: pytest.Monk
         seen.append(given)
         raise RuntimeError("not recording")
 
+    def make_stream(device: int) -> str:
+        if broken:
+            raise RuntimeError("of the device, in every call from now on")
+        return "new"
+
     for name, made in {
         "graph": graph, "current_stream": lambda: now.stream, "set_stream": lambda stream: setattr(now, "stream", stream),
-        "graph_pool_handle": lambda: (0, 7), "current_device": lambda: 0, "Stream": lambda device: "new", "CUDAGraph": object,
+        "graph_pool_handle": lambda: (0, 7), "current_device": lambda: 0, "Stream": make_stream, "CUDAGraph": object,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, made)
     monkeypatch.setattr(torch, "zeros", lambda *size, **given: None)

@@ -50,7 +50,7 @@ def _put_back(pool: Any) -> None:
     with suppress(RuntimeError):  # raised if the capture had ended, or never begun
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # the end of any capture resets the generator
-    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-        torch.zeros(1, device=torch.device("cuda", device))
+    with suppress(RuntimeError):  # the end of any capture resets the generator
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            torch.zeros(1, device=torch.device("cuda", device))
