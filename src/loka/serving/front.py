@@ -30,6 +30,7 @@ from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
 LAGGING = 0.25  # of the SLA: requests that waited longer for the event loop are shed unread
+JITTER = 0.005  # seconds that an event loop is late now and then, whatever the SLA
 
 
 class Front:
@@ -151,7 +152,8 @@ class Front:
         has no time for: without this, requests that were read in vain leave no time for those that could be answered.
         """
         waited = self.service.clock() - call.arrived
-        if waited > LAGGING * self.service.policy.sla:
+        sla = self.service.policy.sla
+        if waited > max(LAGGING * sla, min(sla, JITTER)):
             self.service.telemetry.count("loka_shed_total", model="-", reason="lag")
             self.service.telemetry.second()["shed"] += 1
             raise Refused(429, "lag", "the machine is overloaded", retry_after=waited)
