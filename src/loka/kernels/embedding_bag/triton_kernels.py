@@ -137,8 +137,9 @@ def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, out_ptr, L, N,
 
 
 def tile_of(width: int, item_bytes: float) -> tuple[int, int, int, int]:
-    """Choose items, bags and columns of a tile, and warps: what was fastest of about ten each on an H200.
+    """Choose items, bags and columns of a tile, and warps.
 
+    Of about ten tiles for each width from 32 to 256, of bf16 and int8 rows, these were the fastest on an H200.
     A thread reads 16 bytes of a row, 8 of rows of one byte per value that are shorter than 128 bytes, and of 4 items at
     a time. Rows of one byte are better read by two warps: 32 programs fill a multiprocessor, whatever their warps.
     """

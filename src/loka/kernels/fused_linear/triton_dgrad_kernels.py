@@ -41,7 +41,7 @@ def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
     """Return the column sums in row 0 of a tile, computed as a product with ones on the tensor cores.
 
     Rows of a tile are in different threads, so adding them there takes three shuffles per element. The tensor cores
-    read bf16, which rounds each addend to 8 bits, and add in float32.
+    read bf16, which rounds each addend, the sum of two rows, to 8 bits, and add in float32.
     """
     first = tl.arange(0, 64) == 0
     if PREROUND:  # the interpreter would multiply the bit patterns of bf16 values
