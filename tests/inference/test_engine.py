@@ -114,14 +114,14 @@ def test_a_context_in_fp8_is_the_rounded_context() -> None:
     low, plain = (Engine(model, EngineConfig(beams=8, dtype="fp32", context_cache=c)) for c in ("e4m3", "plain"))
     found = low.generate(requests)
     pack = plain.context
-    rounded = lambda c, s: [(k.to(torch.float8_e4m3fn).float(), v.to(torch.float8_e4m3fn).float()) for k, v in pack(c, s)]  # noqa: E731  # fmt: skip
+    rounded = lambda *given: [(k.to(torch.float8_e4m3fn).float(), v.to(torch.float8_e4m3fn).float()) for k, v in pack(*given)]  # noqa: E731  # fmt: skip
     prepared = plain.prepare(plain.bucket_for(requests))
     prepared.decoder.context = rounded  # type: ignore[assignment]
     for ours, law in zip(found, plain.generate_in(plain.bucket_for(requests), requests), strict=True):
         assert torch.equal(ours.codes, law.codes)
         torch.testing.assert_close(ours.scores, law.scores)
     codes = torch.zeros(1, 4, model.config.history_width, dtype=torch.int64)
-    assert {t.dtype for pair in low.context(codes, None) for t in pair} == {torch.float8_e4m3fn}
+    assert {t.dtype for pair in low.context(codes, None, low.glue) for t in pair} == {torch.float8_e4m3fn}
 
 
 def test_torch_compile_can_trace_the_glue() -> None:

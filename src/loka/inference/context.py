@@ -17,10 +17,9 @@ clipped. A model outside of that range, or without norms, is not supported.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.inference.glue import normalize
+from loka.inference.glue import Glue
 from loka.inference.weights import PackedLinear, PackedNorm, Placement
 from loka.kernels.strides import token_columns
 from loka.models.onerec import ContextProcessor, OneRec
@@ -77,23 +76,20 @@ class PackedContext:
             low=cache == "e4m3",
         )
 
-    def __call__(self, codes: Tensor, static: Tensor | None) -> list[Pair]:
+    def __call__(self, codes: Tensor, static: Tensor | None, glue: Glue) -> list[Pair]:
         """Return pairs of keys and values [R, S + 1, G, D] of codes int64 [R, S, columns], newest first, padded."""
         requests, length, _ = codes.shape
         dtype = self.table.dtype
-        levels = len(self.first_rows)
-        items = F.embedding(codes[..., :levels] + self.first_rows, self.table).sum(2)
-        if self.item_table is not None:
-            items = items + F.embedding(codes[..., levels], self.item_table)
-        items = items + self.positions[:length]
         cut = min(self.recent, length)
-        parts = [self._static(requests, static), self._apply(self.short, items[:, :cut])]
-        if length > cut:
-            parts.append(self._apply(self.long, items[:, cut:]))
-        tokens = normalize(torch.cat(parts, 1), self.norm)
-        wide = self._apply(self.project, tokens)
+        parts = [self._static(requests, static)]
+        # each projection embeds its own slice: a slice of all items would have to be copied for the GEMM
+        for linear, span in ((self.short, slice(0, cut)), (self.long, slice(cut, length))):
+            if span.start < span.stop:
+                items = glue.embed(codes[:, span], self.positions[span], self.first_rows, self.table, self.item_table)
+                parts.append(self._apply(linear, items))
+        wide = self._apply(self.project, glue.join(parts, self.norm))
         chunks = wide.chunk(len(self.chunk_norms), -1)
-        made = [normalize(c, n).to(dtype) for c, n in zip(chunks, self.chunk_norms, strict=True)]
+        made = [glue.join([c], n).to(dtype) for c, n in zip(chunks, self.chunk_norms, strict=True)]
         if self.low:
             made = [c.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn) for c in made]
         heads = [c.view(requests, length + 1, self.groups, -1) for c in made]

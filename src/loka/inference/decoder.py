@@ -83,7 +83,7 @@ class Decoder:
 
     def generate(self, inputs: Inputs, caches: list[Pair]) -> Found:
         """Generate the best ids of every request."""
-        pairs = self.context(inputs.codes, inputs.static)
+        pairs = self.context(inputs.codes, inputs.static, self.glue)
         seen = (inputs.lengths + 1).to(torch.int32)
         requests, device = inputs.codes.shape[0], inputs.codes.device
         scores = torch.zeros(requests, 1, device=device)

@@ -1,6 +1,7 @@
 """The small operations between the GEMMs, each in one pass if possible; on a GPU they are compiled to one kernel each.
 
     add_norm        h <- h + delta;  y = norm(h)         before FP8 GEMMs: kernels.norm_quantize, which also quantizes y
+    embed, join     of the context: items as sums of table rows; the norm of concatenated tokens
     route           (token, expert) pairs sorted by expert, with their weights, including a folded shared expert:
                     kernels.route
     gate            act(gate) * up                       with SiLU: kernels.swiglu_quantize, which can also quantize
@@ -39,20 +40,31 @@ def add_rms(h: Tensor, delta: Tensor, weight: Tensor | None, eps: float) -> tupl
     return h, rms(h, weight, eps)
 
 
-def normalize(x: Tensor, norm: PackedNorm) -> Tensor:
-    """Apply any of the norms, in eager mode."""
-    if norm.kind == "none":
+def normalize(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Apply any of the norms that a `PackedNorm` describes."""
+    if kind == "none":
         return x
-    if norm.kind == "rms":
-        return rms(x, norm.weight, norm.eps)
+    if kind == "rms":
+        return rms(x, weight, eps)
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
-    if norm.kind == "layer":
-        assert norm.weight is not None  # a layer norm of loka.nn is affine
-        bias = None if norm.bias is None else norm.bias.to(wide)
-        return F.layer_norm(y, (x.shape[-1],), norm.weight.to(wide), bias, norm.eps).to(x.dtype)
-    parts = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + norm.eps) for p in torch.split(y, NORM_BLOCK, -1)]
+    if kind == "layer":
+        assert weight is not None  # a layer norm of loka.nn is affine
+        return F.layer_norm(y, (x.shape[-1],), weight.to(wide), None if bias is None else bias.to(wide), eps).to(x.dtype)  # fmt: skip
+    parts = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in torch.split(y, NORM_BLOCK, -1)]
     return torch.cat(parts, -1).to(x.dtype)
+
+
+def embed(codes: Tensor, positions: Tensor, first_rows: Tensor, table: Tensor, item_table: Tensor | None) -> Tensor:
+    """Return items [R, S, d]: the sum of the table rows of their codes [R, S, columns], and of their positions [S, d].
+
+    Codes of level i are rows `first_rows[i]` and on; a column beyond the levels is a row of `item_table`.
+    """
+    levels = first_rows.shape[0]
+    items = F.embedding(codes[..., :levels] + first_rows, table).sum(2)
+    if item_table is not None:
+        items = items + F.embedding(codes[..., levels], item_table)
+    return items + positions
 
 
 def lse(logits: Tensor) -> Tensor:
@@ -86,6 +98,23 @@ def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Te
 
 
 @lru_cache(maxsize=4)
+def compiled_embed(compiler: str | None) -> Callable[..., Tensor]:
+    """Return `embed`, compiled as in `compiled_rms`."""
+    return _compile(embed, compiler, rows=2)
+
+
+@lru_cache(maxsize=64)
+def compiled_join(kind: str, eps: float, parts: int, compiler: str | None) -> Callable[..., Tensor]:
+    """Return the norm of `parts` tensors [R, S_i, d], concatenated along S, compiled as in `compiled_rms`."""
+
+    def run_join(*operands: Tensor) -> Tensor:
+        *joined, weight, bias = operands
+        return normalize(joined[0] if parts == 1 else torch.cat(joined, 1), kind, weight, bias, eps)
+
+    return _compile(run_join, compiler, rows=parts)
+
+
+@lru_cache(maxsize=4)
 def compiled_lse(compiler: str | None) -> Callable[[Tensor], Tensor]:
     """Return `lse`, compiled as in `compiled_rms`."""
     return _compile(lse, compiler, rows=1)
@@ -111,7 +140,11 @@ class Glue:
 
     def __init__(self, *, fuse: bool, backends: dict[str, str], compiler: str = "inductor") -> None:
         self.backends, self.compiler = backends, compiler if fuse else None
-        self.lse = compiled_lse(self.compiler)
+        self.lse, self.embed = compiled_lse(self.compiler), compiled_embed(self.compiler)
+
+    def join(self, parts: list[Tensor], norm: PackedNorm) -> Tensor:
+        """Return the norm of tokens that are concatenated along their second dimension."""
+        return compiled_join(norm.kind, norm.eps, len(parts), self.compiler)(*parts, norm.weight, norm.bias)
 
     def add_norm(
         self, h: Tensor, delta: Tensor | None, norm: PackedNorm, spec: Spec | None, *, plain: bool = False
@@ -136,7 +169,7 @@ class Glue:
         else:
             h = h if delta is None else h + delta
             plainly = norm.kind != "rms"
-            y = normalize(h, norm) if plainly else compiled_rms(norm.eps, self.compiler)(h, norm.weight)
+            y = normalize(h, norm.kind, norm.weight, norm.bias, norm.eps) if plainly else compiled_rms(norm.eps, self.compiler)(h, norm.weight)  # fmt: skip
         x = y if spec is None else quantize(y, spec, backend=self.backends.get("quantize", "auto"))
         return x, y if plain else None, h
 
