@@ -291,13 +291,13 @@ def ask(
 
 
 def make_engine(task: Any, name: str, dtype: str, a: argparse.Namespace, row: dict[str, Any]) -> tuple[OneRec, Engine]:
-    """An arm's model and what serves it; the row is told what is in FP8."""
+    """An arm's model and what serves it; the row is told what is in FP8. Backends are not timed, which would take longer than all users."""
     model = share_weights(task.model)
     if name in LOW:
         summary = quantize(model, LOW[name])
         row[f"quantised {name}"] = f"{len(summary.quantized)} of {len(summary.record.sites)}"
         row[f"bytes ratio {name}"] = summary.record.ratio
-    config = EngineConfig(beams=a.beams, requests=(a.batch,), dtype=dtype, normalize="valid", fuse=False)
+    config = EngineConfig(beams=a.beams, requests=(a.batch,), dtype=dtype, normalize="valid", fuse=False, tune=False)
     return model, Engine(model, config, valid=task.trie, device=a.device)
 
 

@@ -7,6 +7,7 @@
 Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs", `+descent` with coordinate_descent_tuning (which torchao switches on for all that is compiled after it):
 
     bf16                    the model as it is, autocast in training, bf16 weights in inference
+    fp32, tf32              the model as it is in float32, in training; products in float32, or in TF32
     torchao-RECIPE          torchao's own conversion of linears of 256 and more: tensorwise, rowwise, rowwise_with_gw_hp
     torchao-auto-RECIPE     the same where torchao's own filter finds it worth it
     all-BACKEND             `loka.convert` with the one recipe of a library on all of these: all-fbgemm rowwise, all-deepgemm blockwise; refused by name where it is not installed
@@ -50,6 +51,7 @@ COMPILERS = {
     "max": {"mode": "max-autotune-no-cudagraphs"},
     "descent": {"options": {"coordinate_descent_tuning": True}},
 }
+IN_FLOAT32 = False  # set in the process of a case that runs without autocast
 ROWS = {"wukong": 8192, "dlrm": 16384, "tower": 6144, "cross": 8192, "encoder": 64}
 
 
@@ -213,7 +215,7 @@ def run_step(model, inputs, mode):
     if mode == "infer":
         with torch.no_grad():
             return model(*inputs)
-    with torch.autocast(inputs[0].device.type, torch.bfloat16):
+    with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=not IN_FLOAT32):
         y = model(*inputs)
     y.float().square().mean().backward()
     return y
@@ -222,6 +224,12 @@ def run_step(model, inputs, mode):
 def prepare(model, way, inputs, mode, facts):
     """The way, through public calls only."""
     if way in ("bf16", "bf16-before"):
+        return model
+    if way in ("fp32", "tf32"):
+        if mode != "train":
+            raise ValueError(f"{way} is a way to train; inference here has bf16 weights")
+        globals()["IN_FLOAT32"] = True
+        torch.set_float32_matmul_precision("high" if way == "tf32" else "highest")
         return model
     if way.startswith("torchao"):
         recipe, keep = way.rpartition("-")[2], _is_wide

@@ -64,12 +64,12 @@ def check_request(request: Request, config: OneRecConfig, place: int) -> None:
         seen = f"{history.dtype} {tuple(history.shape)}"
         raise ValueError(f"request {place}: a history is int64 [items, {config.history_width}], got {seen}")
     limits = (*config.codebooks, config.items) if config.items else config.codebooks
-    sizes = torch.tensor(limits, device=history.device)
-    bad = ((history < 0) | (history >= sizes)).nonzero()
-    if len(bad):
-        row, level = bad[0].tolist()
+    codes = _on_host(history)
+    bad = (codes < 0) | (codes >= np.array(limits))
+    if bad.any():
+        row, level = np.argwhere(bad)[0].tolist()
         raise ValueError(
-            f"request {place}: code {int(history[row, level])} of item {row}, level {level}, is outside "
+            f"request {place}: code {codes[row, level]} of item {row}, level {level}, is outside "
             f"[0, {limits[level]}); hint: translate items with the model's own index"
         )
     wanted = (config.static,) if config.static else None
