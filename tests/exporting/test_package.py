@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import loka
 from foreign_zoo import ZOO
-from loka.exporting import ops, package
+from loka.exporting import agreement, ops, package
 from loka.exporting.signature import name_results, take_apart
 from loka.kernels import registry
 from loka.nn import GroupedLinear
@@ -202,8 +202,8 @@ def test_an_example_that_is_a_view_fixes_no_strides(cut: Callable[[Tensor], Tens
 
 def test_the_imaginary_part_of_a_result_counts() -> None:
     right = torch.complex(torch.ones(4), torch.ones(4))
-    assert package._differ([right], [right.conj().resolve_conj()]) > 1
-    assert package._differ([right.conj()], [right.conj().resolve_conj()]) == 0
+    assert agreement.differ([right], [right.conj().resolve_conj()]) > 1
+    assert agreement.differ([right.conj()], [right.conj().resolve_conj()]) == 0
 
 
 def test_a_file_that_computes_something_else_is_not_written(
@@ -310,7 +310,7 @@ def test_a_model_that_no_file_can_be_like_is_refused(end: Any, said: str, tmp_pa
 def test_scores_that_are_masked_out_are_compared(tmp_path: Path, traced_only: None) -> None:
     model = Behaved(lambda x, y, model: y.masked_fill(x[:, :3] > 0, -math.inf)).eval()
     assert loka.export(model, torch.randn(8, 40), tmp_path / "m.pt2").difference < 1e-3
-    assert package._differ([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, -math.inf])]) == math.inf
+    assert agreement.differ([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, -math.inf])]) == math.inf
 
 
 def test_results_that_are_no_tensors_are_named_and_the_model_stays_as_it_is(tmp_path: Path, traced_only: None) -> None:
@@ -359,7 +359,8 @@ def test_the_model_is_compared_as_it_runs(tmp_path: Path, traced_only: None, mon
         seen.append(dict(registry.BACKENDS))
         return compare(*arguments)
 
-    monkeypatch.setattr(package, "call_model", note)
+    for module in (package, agreement):
+        monkeypatch.setattr(module, "call_model", note)
     loka.export(model, x, tmp_path / "model.pt2")
     assert seen == [everything] * 2  # on the example again, and at another number of rows
 

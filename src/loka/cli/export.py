@@ -29,7 +29,13 @@ def export(
     data: Annotated[str | None, typer.Option(help="Data set, or pkg.module:batches, for the example batch.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows of the example batch.")] = 256,
     fixed: Annotated[bool, typer.Option("--fixed", help="Fix the number of rows to --batch-size.")] = False,
-    tolerance: Annotated[float, typer.Option(help="Largest accepted relative L2 difference from the model.")] = 0.01,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest accepted relative L2 difference from the model. "
+            "Default: 0.01, or how far its own results move if its inputs are rounded differently."
+        ),
+    ] = None,
     factory: Annotated[
         str | None, typer.Option(help="pkg.module:function that builds the ranker, if its folder names one.")
     ] = None,

@@ -17,11 +17,10 @@ import contextlib
 import io
 import json
 import logging
-import math
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from loka.exporting.agreement import CLOSE, Run, compare, differ, widest
 from loka.exporting.ops import AtenOps, OnnxOps, Ops
 from loka.exporting.plain import write_out
 from loka.exporting.signature import (
@@ -43,7 +43,6 @@ from loka.exporting.signature import (
     take_apart,
 )
 from loka.exporting.trying import Tried
-from loka.formats import relative_l2
 from loka.kernels import registry
 from loka.measure.device import device_of
 from loka.nn.wrapping import is_scripted, unwrap
@@ -57,7 +56,6 @@ PACKABLE = ("torch", "compiled", "reference")  # backends that consist of aten o
 _MANY = 2**31 - 1  # rows; larger bounds come from the width of an index
 _EVERYWHERE = ("aten", "prims", "prim", "higher_order", "onnx_symbolic")
 _CHECKS = ("_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "_assert_tensor_metadata")
-Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,8 @@ class Exported:
         difference: largest relative L2 difference from the model, over all results and compared sizes.
         rows: sizes of the first dimension that were compared.
         left_out: parts of the model's result that are no tensors, with their types: a file returns tensors only.
+        moved: how far the model's own results move if its inputs are rounded differently; None if the file is closer
+            than 0.01, or a tolerance was given.
 
     Example:
         >>> print(loka.export(model, example, "model.pt2"))
@@ -86,10 +86,13 @@ class Exported:
     difference: float
     rows: list[int]
     left_out: dict[str, str] = field(default_factory=dict)
+    moved: float | None = None
 
     def __str__(self) -> str:
         sizes = " and ".join(map(str, self.rows))
         lines = [f"{self.path}: {self.format}, {self.path.stat().st_size / 1e6:,.1f} MB; differs from the model by {self.difference:.2g} (relative L2) at {sizes} rows"]  # fmt: skip
+        if self.moved is not None:
+            lines.append(f"  its own results move by {self.moved:.2g} if its inputs are rounded differently: FP8 layers multiply what flips")  # fmt: skip
         lines += [f"  input {name}: {shape}" for name, shape in self.inputs.items()]
         lines += [f"  output {name}" for name in self.outputs]
         lines += [f"  not in the file: {name}, which is no tensor ({kind})" for name, kind in self.left_out.items()]
@@ -104,7 +107,7 @@ def export(
     *,
     format: Format | None = None,
     dynamic: bool = True,
-    tolerance: float = 0.01,
+    tolerance: float | None = None,
 ) -> Exported:
     """Export a frozen model to one file that runs without loka.
 
@@ -116,7 +119,8 @@ def export(
         path: file to write, `.pt2` or `.onnx`.
         format: "aoti" or "onnx"; None: by the path's suffix.
         dynamic: make the first dimension of every input dynamic; False fixes all sizes to the example's.
-        tolerance: largest accepted relative L2 difference from the model.
+        tolerance: largest accepted relative L2 difference from the model. None: 0.01, or how far the model's own
+            results move if its inputs are rounded differently, which may be more in a deep FP8 model.
 
     Returns:
         What was written, and how much it differs from the model.
@@ -131,7 +135,7 @@ def export(
         >>> torch._inductor.aoti_load_package("ranker.pt2")(dense, categorical)  # anywhere
     """
     target, kind = Path(path), _find_format(Path(path), format)
-    if not tolerance >= 0:  # also NaN, with which nothing would be compared
+    if tolerance is not None and not tolerance >= 0:  # also NaN, with which nothing would be compared
         raise ValueError(f"tolerance={tolerance}: expected 0 or more, such as 0.01")
     inner = unwrap(model)
     _check_model(inner)
@@ -144,7 +148,7 @@ def export(
     with undisturbed(inner), _quiet(), tempfile.TemporaryDirectory() as folder:
         result = try_example(inner, example)
         expected, outputs = flatten_result(result), name_results(result)
-        _check_results(expected, flatten_result(call_model(inner, example)), tolerance)
+        _check_results(expected, flatten_result(call_model(inner, example)), CLOSE if tolerance is None else tolerance)
         plain, written = write_out(inner, ops, dtype)
         with registry.offering(PACKABLE):  # only for the trace; the model it is compared with runs its own kernels
             program, inputs = _trace(plain, arguments, dynamic=dynamic)
@@ -157,12 +161,15 @@ def export(
             else _write_onnx(program, made, inputs, outputs)
         )
         try:
-            difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
+            sizes = {str(v.shape[0]) for _, v in _inputs_of(program) if v.dim() and _is_free(v.shape[0])}
+            found = compare(run, inner, arguments, inputs, expected, dynamic=len(sizes) == 1, tolerance=tolerance)
         finally:
             if isinstance(run, Tried):
                 run.close()
         write_atomically(target, made.read_bytes())
-    return Exported(target, kind, shapes, outputs, written, difference, rows, name_left_out(result))
+    return Exported(
+        target, kind, shapes, outputs, written, found.difference, found.rows, name_left_out(result), found.moved
+    )
 
 
 def _find_format(path: Path, asked: str | None) -> Format:
@@ -189,9 +196,9 @@ def _check_results(expected: Sequence[Tensor], again: Sequence[Tensor], toleranc
     """Raise if the results of a model on the example are nothing that a file can be compared with."""
     if not expected:
         raise ValueError("the model returns no tensor")
-    if any(bool(_widest(t).isnan().any()) for t in expected):
+    if any(bool(widest(t).isnan().any()) for t in expected):
         raise ValueError("the model returns NaN for the example, so the file could not be compared with it")
-    if not _differ(again, expected) <= tolerance:
+    if not differ(again, expected) <= tolerance:
         raise ValueError("the model returns other results if it is called with the same example again: it draws random numbers or keeps state, which a file does not do alike")  # fmt: skip
 
 
@@ -395,40 +402,3 @@ def _open_onnx(path: Path) -> Run:
         return [torch.from_numpy(array) for array in session.run(None, dict(zip(given, arrays, strict=True)))]
 
     return run
-
-
-def _compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[str], expected: list[Tensor], program: Any, tolerance: float) -> tuple[float, list[int]]:  # fmt: skip
-    """Return the largest difference and the rows compared: the example's, and 3 more if just one size is dynamic."""
-    tensors = {name: arguments.tensors[name] for name in inputs}
-    sizes = {str(v.shape[0]) for _, v in _inputs_of(program) if v.dim() and _is_free(v.shape[0])}
-    rows = [next((t.shape[0] for t in tensors.values() if t.dim()), 0)]
-    worst = _differ(run(list(tensors.values())), expected)
-    alike = {t.shape[0] for t in arguments.tensors.values() if t.dim()} == {rows[0]}
-    if len(sizes) == 1 and alike and all(t.dim() for t in arguments.tensors.values()):
-        other = {name: torch.cat([t, t.flip(0)[:3]]) for name, t in arguments.tensors.items()}
-        wanted = flatten_result(call_model(model, arguments.rebuild(other)))
-        worst = max(worst, _differ(run([other[name] for name in inputs]), wanted))
-        rows.append(next(iter(other.values())).shape[0])
-    if not worst <= tolerance:
-        raise ValueError(f"the exported file differs from the model by {worst:.3g} (relative L2), more than {tolerance:g}; nothing was written; hint: a larger tolerance=, if that is acceptable")  # fmt: skip
-    return worst, rows
-
-
-def _differ(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    if [tuple(t.shape) for t in got] != [tuple(t.shape) for t in expected]:
-        raise ValueError(f"the exported file returns {[tuple(t.shape) for t in got]}, the model {[tuple(t.shape) for t in expected]}")  # fmt: skip
-    pairs = [(_widest(a), _widest(b)) for a, b in zip(got, expected, strict=True) if b.numel()]
-    return max((_distance(a, b) for a, b in pairs), default=0.0)
-
-
-def _distance(got: Tensor, expected: Tensor) -> float:
-    """Return the relative L2 difference; infinite values, such as scores that are masked out, must be the same."""
-    infinite = expected.isinf()
-    if not torch.equal(got[infinite], expected[infinite]):
-        return math.inf
-    return float(relative_l2(got[~infinite], expected[~infinite]))
-
-
-def _widest(t: Tensor) -> Tensor:
-    t = t.detach().cpu()
-    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double()
