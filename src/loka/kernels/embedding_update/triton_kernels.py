@@ -20,7 +20,8 @@ from torch import Tensor
 
 from loka.formats import Draw
 from loka.formats.philox import GOLDEN, ROUNDS
-from loka.kernels.embedding_bag.rows import Rows
+from loka.kernels.embedding_bag.rows import BIAS, NAN_SCALE, Rows
+from loka.kernels.embedding_bag.triton_kernels import decoded_scale
 from loka.kernels.embedding_update.call import Rule
 from loka.kernels.op import on_device
 from loka.kernels.strides import cdiv, next_power_of_2
@@ -32,6 +33,7 @@ KINDS = {"float32": FLOAT, "bfloat16": BF16, "int8:row": INT8, "e4m3:row:pow2": 
 RULES = {"sgd": 0, "rowwise_adagrad": 1, "adam": 2}
 _ROUNDS, _GOLDEN = tl.constexpr(ROUNDS), tl.constexpr(GOLDEN)
 _BF16, _INT8, _E4M3 = tl.constexpr(BF16), tl.constexpr(INT8), tl.constexpr(E4M3)
+_BIAS, _NAN_SCALE = tl.constexpr(BIAS), tl.constexpr(NAN_SCALE)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -52,23 +54,21 @@ def random_bits(row, first_group, step, seed, BD: tl.constexpr):
 
 
 @triton.jit
-def round_up_to_power_of_two(x):
-    """Round a positive normal float32 up to a power of two."""
-    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def fitted_scale(old, amax, KIND: tl.constexpr):
-    """Return the old scale if it fits, else a new one. See `reference.fit_scale`."""
+def fitted_scale(code, old, amax, KIND: tl.constexpr):
+    """Return the stored scale, whose value is `old`, if it fits, else a new one, int32. See `reference.fit_scale`."""
     LARGEST: tl.constexpr = 127.0 if KIND == _INT8 else 448.0
     LEAST: tl.constexpr = 0.5 if KIND == _INT8 else 0.125
-    ROOM: tl.constexpr = 1.0625 if KIND == _INT8 else 1.0
+    OFFSET: tl.constexpr = (127 - _BIAS) * 8
     largest = old * LARGEST
     fits = (amax <= largest) & ((amax >= largest * LEAST) | (amax == 0))
-    new = tl.maximum(divided(amax * ROOM, LARGEST), 1.1754943508222875e-38)
-    if KIND == _E4M3:
-        new = round_up_to_power_of_two(new)
-    return tl.where(fits, old, tl.where(amax > 0, new, 1.0))
+    new = tl.maximum(divided(amax, LARGEST), 1.1754943508222875e-38)
+    new = tl.where(amax > 0, new, 1.0).to(tl.int32, bitcast=True)
+    if KIND == _E4M3:  # up to a power of two
+        new = (new + 0x7FFFFF) >> 23 << 3
+    else:  # up to three mantissa bits
+        new = (new + 0xFFFFF) >> 20
+    new = tl.minimum(tl.maximum(new - OFFSET, 0), _NAN_SCALE)
+    return tl.where(fits, code.to(tl.int32), new)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
         kept = (first & (slot >= 0))[:, None] & inside
     w = tl.load(data_ptr + at, low[:, None] & inside, other=0.0)
     if KIND >= _INT8:
-        scale = tl.load(scale_ptr + row * STEP, low, other=1.0)
+        code = tl.load(scale_ptr + row * STEP, low, other=0)
     if RULE == 1:
         h = tl.load(m_ptr + row, first, other=0.0)
 
@@ -188,6 +188,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
 
     w = widened(w)
     if KIND >= _INT8:
+        scale = decoded_scale(code, False)
         w = w * scale[:, None]
     if HOT:
         w = tl.where(kept, tl.load(hot_ptr + kept_at, kept, other=0.0), w)
@@ -217,13 +218,15 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
             size = tl.abs(tl.where(inside, w, 0.0))
             if KIND == _INT8:  # int8 has no NaN: the scale of a row with NaN or Inf becomes NaN
                 amax = tl.reduce(size, 1, larger)
-                new = tl.where(amax < float("inf"), fitted_scale(scale, amax, KIND), float("nan"))
-                tl.store(data_ptr + at, rounded_int8(w * inverse(new)[:, None], bits), written)
+                new = tl.where(amax < float("inf"), fitted_scale(code, scale, amax, KIND), _NAN_SCALE)
+                inv = inverse(decoded_scale(new, False))[:, None]
+                tl.store(data_ptr + at, rounded_int8(w * inv, bits), written)
             else:
                 finite = size < float("inf")
-                new = fitted_scale(scale, tl.max(tl.where(finite, size, 0.0), 1), KIND)
-                tl.store(data_ptr + at, to_e4m3(rounded_e4m3(w * inverse(new)[:, None], finite, bits)), written)
-            tl.store(scale_ptr + row * STEP, new, low)
+                new = fitted_scale(code, scale, tl.max(tl.where(finite, size, 0.0), 1), KIND)
+                inv = inverse(decoded_scale(new, False))[:, None]
+                tl.store(data_ptr + at, to_e4m3(rounded_e4m3(w * inv, finite, bits)), written)
+            tl.store(scale_ptr + row * STEP, new.to(tl.uint8), low)
 
 
 def tile_of(width: int) -> tuple[int, int, int]:
@@ -254,9 +257,9 @@ def update(
     first, second = (*state, None, None)[:2]
     c1, c2 = rule.corrections(draw.step)
     _update[(cdiv(items, g),)](
-        rows.data, rows.scale, rows.slot, rows.hot, ordered, source, factor, grad, first, second,
+        rows.data, rows.scale_code, rows.slot, rows.hot, ordered, source, factor, grad, first, second,
         items, rows.count, rule.lr, rule.eps, rule.beta1, rule.beta2, c1, c2,
         first_row, first_column // 8, draw.step, (draw.stream << 32) | draw.seed,
-        rows.width, rows.data.stride(0), 1 if rows.scale is None else rows.scale.stride(0), KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, factor is not None,
+        rows.width, rows.data.stride(0), 1 if rows.scale_code is None else rows.scale_code.stride(0), KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, factor is not None,
         2, g, columns, num_warps=warps,
     )  # fmt: skip
