@@ -24,7 +24,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,7 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=20)
     parser.add_argument("--widths", default="256,128,64,32")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", default="lookups,updates,wire", help="what to time, of lookups, updates and wire")
-    parser.add_argument("--drawn", default="uniform,zipf", help="how items are drawn, of uniform and zipf")
+    parser.add_argument("--only", default="lookups,updates,wire,hot", help="what to time; hot: updates by Zipf's items")
     parser.add_argument("--sweep", action="store_true", help="try other tiles of lookups and packing instead")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
     o = parser.parse_args()
@@ -115,13 +114,10 @@ def main() -> int:
     asked = o.only.split(",")
     if unknown := sorted(set(asked) - set(PARTS)):
         raise SystemExit(f"--only takes {', '.join(PARTS)}, not {', '.join(unknown)}")
-    o.drawn = o.drawn.split(",")
-    if unknown := sorted(set(o.drawn) - {"uniform", "zipf"}):
-        raise SystemExit(f"--drawn takes uniform and zipf, not {', '.join(unknown)}")
     session = Session(o)
     session.result["copy_bytes_per_second"] = copy_bandwidth(session)
-    for at, width in enumerate(int(width) for width in o.widths.split(",")):
-        for part in asked:
+    for part in asked:
+        for at, width in enumerate(int(width) for width in o.widths.split(",")):
             per_width, measure = PARTS[part][o.sweep]
             if measure is None or (not per_width and at) or session.late(f"{part} of width {width}"):
                 continue
@@ -203,20 +199,23 @@ def lookup_bytes(rows: Rows, o: argparse.Namespace) -> int:
 
 def time_lookups(width: int, session: Session) -> None:
     tables = {kind: make_rows(kind, width, session) for kind in LOOKUPS}
-    for how in session.o.drawn:
-        if session.late(f"{how} lookups of width {width}"):
-            continue
-        (sets, offsets), weight = draw(session, how), tables["bfloat16"].data
-        torchs = [lambda i=i: F.embedding_bag(i, weight, offsets, mode="sum", include_last_offset=True) for i in sets]
-        candidates = [Contender("F.embedding_bag", torchs, RIGHT)]
-        sizes = {"F.embedding_bag": lookup_bytes(tables["bfloat16"], session.o)}
-        for kind, rows in tables.items():
-            check = lambda rows=rows: check_lookup(rows, sets[0], offsets)  # noqa: E731
-            if proved(session, f"{how} lookup {kind} of width {width}", check):
-                thunks = [lambda i=i, rows=rows: triton.run(rows, i, offsets, out_dtype=torch.bfloat16) for i in sets]
-                candidates.append(Contender(kind, thunks, RIGHT))
-                sizes[kind] = lookup_bytes(rows, session.o)
-        session.record("lookups", candidates, sizes, width=width, drawn=how)
+    for how in ("uniform", "zipf"):
+        if not session.late(f"{how} lookups of width {width}"):
+            time_lookups_of(width, how, tables, session)
+
+
+def time_lookups_of(width: int, how: str, tables: dict[str, Rows], session: Session) -> None:
+    (sets, offsets), weight = draw(session, how), tables["bfloat16"].data
+    torchs = [lambda i=i: F.embedding_bag(i, weight, offsets, mode="sum", include_last_offset=True) for i in sets]
+    candidates = [Contender("F.embedding_bag", torchs, RIGHT)]
+    sizes = {"F.embedding_bag": lookup_bytes(tables["bfloat16"], session.o)}
+    for kind, rows in tables.items():
+        check = lambda rows=rows: check_lookup(rows, sets[0], offsets)  # noqa: E731
+        if proved(session, f"{how} lookup {kind} of width {width}", check):
+            thunks = [lambda i=i, rows=rows: triton.run(rows, i, offsets, out_dtype=torch.bfloat16) for i in sets]
+            candidates.append(Contender(kind, thunks, RIGHT))
+            sizes[kind] = lookup_bytes(rows, session.o)
+    session.record("lookups", candidates, sizes, width=width, drawn=how)
 
 
 def sweep_tiles(width: int, session: Session) -> None:
@@ -276,30 +275,33 @@ def check_update(kind: str, width: int, session: Session) -> str:
 
 
 def time_updates(width: int, session: Session) -> None:
+    time_updates_of(width, "uniform", UPDATES, session)
+
+
+def time_hot_updates(width: int, session: Session) -> None:
+    """With Zipf's items one row has 6 % of them all, which one program adds up one after another: most of the time."""
+    time_updates_of(width, "zipf", [kind for kind in UPDATES if not kind.endswith(INLINE)], session)
+
+
+def time_updates_of(width: int, how: str, kinds: Sequence[str], session: Session) -> None:
     from loka.kernels.embedding_update import triton_kernels
 
-    o, rule, now = session.o, Rule("rowwise_adagrad", lr=0.01), Draw(1, 2, 3)
+    o, rule, now, (sets, offsets) = session.o, Rule("rowwise_adagrad", lr=0.01), Draw(1, 2, 3), draw(session, how)
     grad = torch.randn(o.bags, width, device=session.device)
-    tables = {
-        kind: make_rows(kind, width, session)
-        for kind in UPDATES
-        if proved(session, f"update {kind} of width {width}", lambda kind=kind: check_update(kind, width, session))
-    }
-    for how in o.drawn:
-        if session.late(f"{how} updates of width {width}"):
+    ordered = [update.sort_items(i, offsets, None, "sum", o.rows) for i in sets]
+    candidates, sizes = [], {}
+    for kind in kinds:
+        if not proved(session, f"update {kind} of width {width}", lambda kind=kind: check_update(kind, width, session)):
             continue
-        (sets, offsets), candidates, sizes = draw(session, how), [], {}
-        ordered = [update.sort_items(i, offsets, None, "sum", o.rows) for i in sets]
-        for kind, rows in tables.items():
-            args = (grad, rule, rule.state(rows), now)
-            whole = [lambda i=i, rows=rows, args=args: update.run(rows, i, offsets, *args) for i in sets]
-            alone = [lambda i=i, rows=rows, args=args: triton_kernels.update(rows, *i, *args, 0, 0) for i in ordered]
-            sectors = math.ceil(width * rows.data.element_size() / SECTOR) + 1
-            for name, thunks in ((f"{kind} whole", whole), (f"{kind} rows", alone)):
-                candidates.append(Contender(name, thunks, RIGHT))
-                read = sectors * SECTOR + (rows.scale_code is not None)
-                sizes[name] = o.bags * o.items * (2 * read + 8) + o.bags * width * 4
-        session.record("updates", candidates, sizes, width=width, drawn=how)
+        rows = make_rows(kind, width, session)
+        args = (grad, rule, rule.state(rows), now)
+        whole = [lambda i=i, rows=rows, args=args: update.run(rows, i, offsets, *args) for i in sets]
+        alone = [lambda i=i, rows=rows, args=args: triton_kernels.update(rows, *i, *args, 0, 0) for i in ordered]
+        read = (math.ceil(width * rows.data.element_size() / SECTOR) + 1) * SECTOR + (rows.scale_code is not None)
+        for name, thunks in ((f"{kind} whole", whole), (f"{kind} rows", alone)):
+            candidates.append(Contender(name, thunks, RIGHT))
+            sizes[name] = o.bags * o.items * (2 * read + 8) + o.bags * width * 4
+    session.record("updates", candidates, sizes, width=width, drawn=how)
 
 
 def check_wire(spelling: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -380,6 +382,7 @@ PARTS: dict[str, tuple[tuple[bool, Any], tuple[bool, Any]]] = {  # measured for 
     "lookups": ((True, time_lookups), (True, sweep_tiles)),
     "updates": ((True, time_updates), (True, None)),
     "wire": ((False, time_wire), (False, sweep_packing)),
+    "hot": ((True, time_hot_updates), (True, None)),
 }
 
 

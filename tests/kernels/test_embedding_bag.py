@@ -116,7 +116,9 @@ def test_rows_at_the_edges_of_the_range(kind: str) -> None:
         assert int(rows.scale_code[0]) == 0
         assert float((rows.dequantize() - tiny).abs().max()) <= float(rows.scale[0]) / 2
     else:  # a small scale does not matter to a float
-        assert torch.equal(rows.dequantize(), fake_quantize(tiny, replace(spec, mode="static"), scale=rows.scale[:, None]))
+        assert torch.equal(
+            rows.dequantize(), fake_quantize(tiny, replace(spec, mode="static"), scale=rows.scale[:, None])
+        )
         assert float((rows.dequantize() - tiny)[0].norm() / tiny[0].norm()) < 0.06
     strange = torch.ones(3, 6)
     strange[0, 1], strange[2, 4] = math.nan, math.inf

@@ -97,7 +97,9 @@ class Rows:
 
     def __post_init__(self) -> None:
         if (self.spec is None) != (self.scale_code is None) or (self.slot is None) != (self.hot is None):
-            raise ValueError("give both spec and scale_code (quantized rows) or neither, and both slot and hot or neither")
+            raise ValueError(
+                "give both spec and scale_code (quantized rows) or neither, and both slot and hot or neither"
+            )
         floats = self.data.dtype in FLOATS.values()
         expected = floats if self.spec is None else self.data.dtype == _storage_dtype(self.spec)
         if self.data.dim() != 2 or not expected:
