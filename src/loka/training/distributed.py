@@ -316,7 +316,7 @@ class DistributedTrainer(Trainer):
                             optimizer.state[parameter] = {"step": step, **moments}
 
     def _load_tensors(self, path: Path, *, optimizer: bool = True) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         tensors = self._tensors()
