@@ -11,9 +11,9 @@ The scale of a row is stored in one byte, a float without a sign: five exponent 
     int8             2^-28 to 14, for rows up to 1,778       int4     2^-24 to 224, for rows up to 1,568
     e4m3, e5m2       2^-28 to 14, for rows up to 6,272 and 802,816 (:pow2: 3,584 and 458,752)
 
-A scale is rounded up, so a row is at most an eighth and on average 4.5 % coarser than with an exact scale. Rows beyond
-the range cannot be packed (ValueError); an update that leads there, or to NaN or Inf in a row of integers, makes the
-row NaN. Rows below the range have the smallest scale, and errors of at most half of it (2e-9 for int8).
+A scale is rounded up, so a row is at most an eighth and on average about 5 % coarser than with an exact scale. Rows
+beyond the range cannot be packed (ValueError); an update that leads there, or to NaN or Inf in a row of integers, makes
+the row NaN. Rows below the range have the smallest scale, and errors of at most half of it (2e-9 for int8).
 
 Why one byte: memory is read in bursts of 64 bytes, so a float32 scale from an array of its own costs as much as half a
 row of 128 bytes, and a 40 MB array of them does not stay in the L2 cache beside the rows that stream through it. 10 MB

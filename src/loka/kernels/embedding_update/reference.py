@@ -6,9 +6,9 @@
     q      floor(w / scale), plus one with a probability equal to the fraction cut off
 
 A scale that followed the largest element at every step would round all other elements again each time, so that elements
-without a gradient would drift. A scale that is kept leaves them bitwise unchanged. A new scale is rounded up to what one
-byte holds (`loka.kernels.embedding_bag.rows`), which gives an int8 row headroom of up to an eighth, 4.5 % on average;
-E4M3 scales are powers of two.
+without a gradient would drift. A scale that is kept leaves them bitwise unchanged. A new scale is rounded up to what
+one byte holds (`loka.kernels.embedding_bag.rows`), which gives an int8 row headroom of up to an eighth, about 5 % on
+average; E4M3 scales are powers of two.
 
 The random numbers are those of `loka.formats.philox` for (step, table, row), whatever the number of processes. NaN and
 Inf stay visible: as NaN in the codes (E4M3), or as a NaN scale of the row (int8). A row that grows beyond the range of
