@@ -176,14 +176,26 @@ def test_triton_is_the_law(kind: str, width: int, mode: str, device: torch.devic
     torch.testing.assert_close(half.float(), law, rtol=8e-3, atol=8e-3)
 
 
-def test_triton_answers_nan_for_a_row_that_is_not_there(device: torch.device) -> None:
+@formats
+@pytest.mark.parametrize("mode", ["sum", "mean", "item"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_triton_answers_nan_for_a_row_that_is_not_there(
+    kind: str, mode: str, dtype: torch.dtype, device: torch.device
+) -> None:
     from loka.kernels.embedding_bag import triton
 
-    skip_unless_run(BagCall(50, 24, 2, 4, "int8:row"), device)
-    rows = Rows.of(torch.randn(50, 24, device=device), "int8:row")
-    indices, offsets = torch.tensor([3, 50, 1, -1], device=device), torch.tensor([0, 1, 2, 3, 4], device=device)
-    out = triton.run(rows, indices, offsets)
-    assert out.isnan().all(1).tolist() == [False, True, False, True]
+    skip_unless_run(BagCall(50, 24, 2, 4, kind), device)
+    rows = table(kind, hot=True)
+    rows = Rows(*(None if part is None else part.to(device) for part in (rows.data, rows.scale_code)), rows.spec, rows.slot.to(device), rows.hot.to(device))  # fmt: skip
+    indices = torch.tensor([3, 50, 1, -1, 2, 7, 2**31 - 1], device=device).to(dtype)
+    offsets = torch.tensor([0, 1, 2, 3, 6, 7], device=device)
+    options = {"mode": "mean" if mode == "mean" else "sum"}
+    if mode == "sum":
+        options["weights"] = torch.zeros(7, device=device)
+    out = triton.run(rows, indices, None if mode == "item" else offsets, **options)
+    lost = [False, True, False, True, False, False, True] if mode == "item" else [False, True, False, True, True]
+    assert out.isnan().all(1).tolist() == lost
+    assert out.isnan().any(1).tolist() == lost
 
 
 @pytest.mark.parametrize("kind", ["int8:row", "e4m3:row", "int4:row"])

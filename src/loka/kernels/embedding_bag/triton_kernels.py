@@ -38,10 +38,7 @@ def load_codes(data_ptr, row, there, D: tl.constexpr, STRIDE: tl.constexpr, INT4
 
 @triton.jit
 def load_scales(scale_ptr, row, there, STEP: tl.constexpr, SCALED: tl.constexpr):
-    """Load [R] stored scales, a byte each; zeros if the rows have none.
-
-    Not [R, 1]: that shape would be loaded once for each of the 16 values that a thread holds of a row.
-    """
+    """Load [R] stored scales, a byte each; zeros if the rows have none."""
     if SCALED:
         return tl.load(scale_ptr + row * STEP, there, other=0, eviction_policy="evict_last")
     else:
@@ -88,11 +85,11 @@ def decoded(codes, scale, kept, high, SCALED: tl.constexpr, HOT: tl.constexpr, I
 
 
 @triton.jit
-def _load_items(index_ptr, start, end, U: tl.constexpr):
-    """Load the next U items of each bag, [G] each; 0 beyond its end."""
+def _load_items(at, left, U: tl.constexpr):
+    """Load the next U items of each bag, [G] each, from a pointer into it; 0 beyond the `left` ones."""
     items = ()
     for i in tl.static_range(U):
-        items = items + (tl.load(index_ptr + start + i, start + i < end, other=0),)  # noqa: RUF005
+        items = items + (tl.load(at + i, i < left, other=0),)  # noqa: RUF005
     return items
 
 
@@ -103,35 +100,42 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
           INT4: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, U: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     bag = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
     start = tl.load(offset_ptr + bag, bag < bags, other=0)
-    end = tl.load(offset_ptr + bag + 1, bag < bags, other=0)
+    length = (tl.load(offset_ptr + bag + 1, bag < bags, other=0) - start).to(tl.int32)
     total = tl.zeros((G, BD), tl.float32)
     lost = bag < 0
-    items = _load_items(index_ptr, start, end, U)
-    for turn in range(0, tl.max(end - start, 0), U):
+    at, left = index_ptr + start, length
+    items = _load_items(at, left, U)
+    for turn in range(0, tl.max(length, 0), U):
         codes, scales, kept = (), (), ()
         for i in tl.static_range(U):
             row = items[i].to(tl.int64)
-            there = start + turn + i < end
-            known = (row >= 0) & (row < N)
-            lost = lost | (there & (known == 0))
-            there = there & known
-            high = load_kept(slot_ptr, hot_ptr, row, there, D, HOT, BD)
-            low = there & (high[0] == 0)
+            there = i < left
+            known = row.to(tl.uint64) < tl.cast(N, tl.uint64)  # a negative row is a huge one
+            high = load_kept(slot_ptr, hot_ptr, row, there & known, D, HOT, BD)
+            low = there & known & (high[0] == 0)
             codes = codes + (load_codes(data_ptr, row, low, D, STRIDE, INT4, BD),)  # noqa: RUF005  Triton cannot unpack tuples here
-            scales = scales + (load_scales(scale_ptr, row, low, STEP, SCALED),)  # noqa: RUF005
+            scale = load_scales(scale_ptr, row, low, STEP, SCALED)
+            if SCALED:
+                scale = tl.where(there & (known == 0), _NAN_SCALE, scale)
+            else:
+                lost = lost | (there & (known == 0))
+            scales = scales + (scale,)  # noqa: RUF005
             kept = kept + high
-        items = _load_items(index_ptr, start + turn + U, end, U)  # of the next turn, while rows of this one arrive
+        at += U
+        items = _load_items(at, left - U, U)  # of the next turn, while rows of this one arrive
         for i in tl.static_range(U):
             values = decoded(codes[i], scales[i], kept[2 * i], kept[2 * i + 1], SCALED, HOT, INT4, BD)
             if WEIGHTED:
-                there = start + turn + i < end
-                values = values * tl.load(weight_ptr + start + turn + i, there, other=0.0).to(tl.float32)[:, None]
+                weight = tl.load(weight_ptr + start + turn + i, i < left, other=0.0)
+                values = values * weight.to(tl.float32)[:, None]
             total += values
+        left -= U
     if MEAN:
-        total = total / tl.maximum(end - start, 1).to(tl.float32)[:, None]
+        total = total / tl.maximum(length, 1).to(tl.float32)[:, None]
     column = tl.arange(0, BD)[None, :]
     inside = (bag < bags)[:, None] & (column < D)
-    total = tl.where(lost[:, None], float("nan"), total)
+    if not SCALED:
+        total = tl.where(lost[:, None], float("nan"), total)
     tl.store(out_ptr + bag[:, None] * D + column, total.to(out_ptr.dtype.element_ty), inside)
 
 
