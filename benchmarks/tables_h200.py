@@ -2,16 +2,18 @@
 
     PYTHONPATH=src python benchmarks/tables_h200.py --seconds 60 --out tables.json
     PYTHONPATH=src python benchmarks/tables_h200.py --only lookups,wire --seconds 40 --out some.json   some of it
-    PYTHONPATH=src python benchmarks/tables_h200.py --sweep --seconds 60 --out tiles.json              other tiles than the kernels choose, and scales in an array of their own
+    PYTHONPATH=src python benchmarks/tables_h200.py --sweep --seconds 60 --out tiles.json              other tiles than the kernels choose
     PYTHONPATH=src TRITON_INTERPRET=1 python benchmarks/tables_h200.py --smoke --out tables.json       CPU, tiny: does it run?
 
-10 M rows, 65,536 bags of 20 uniformly drawn items, widths 32 to 256. Every kernel is compared with the law first, on the tables that are then timed (lookups), on a small one (updates), to the
+10 M rows, 65,536 bags of 20 items, widths 32 to 256. Items are drawn uniformly, and by Zipf's law: the row of rank r with a probability proportional to 1 / r, ranks in random order.
+Every kernel is compared with the law first, on the tables that are then timed (lookups), on a small one (updates), to the
 byte (packing); one that is red is named and not timed. All of a width are timed together with CUDA graphs, three sets of items in turn so that the cache helps no one.
+Scales lie behind all rows; `inline` is the other layout, a scale at the end of each row.
 
-    lookup   bytes count in sectors of 32: items x (sectors of a row + one for its scale) + indices + result
+    lookup   bytes: items x (sectors of 32 of a row + a byte for its scale) + indices + result
     update   `whole` is what a step runs: sort, bags, rows; `rows` is the fused kernel on a sorted batch
     wire     bytes read and written
-    bars     bf16 >= 80 % of the copy's bandwidth from width 128 on; 8 bits >= 65 % at 256; >= 2x F.embedding_bag everywhere; 8 bits over our bf16 >= 1.25x at 128, >= 1.5x at 256;
+    bars     for both draws: bf16 >= 80 % of the copy's bandwidth from width 128 on; 8 bits >= 65 % at 256; >= 2x F.embedding_bag everywhere; 8 bits over our bf16 >= 1.25x at 128, >= 1.5x at 256;
              an 8-bit update no slower than float32's, whole and rows; packing and unpacking of a wire codec >= 80 % of copy
 
 What does not fit into the time is listed as skipped. The file is written again after every row. Exit 0 whatever the bars say: they are in the file.
@@ -22,7 +24,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,19 @@ from torch import Tensor
 
 from loka.formats import Draw
 from loka.kernels.embedding_bag import Rows, reference, triton
-from loka.kernels.embedding_bag.rows import INLINE_UP_TO, fill_store
+from loka.kernels.embedding_bag.rows import fill_store
 from loka.kernels.embedding_update import Rule
 from loka.kernels.embedding_update import triton as update
 from loka.kernels.wire.codec import parse_codec
 from loka.measure import Conformance, Contender, snapshot, time_together
 from loka.measure.adapter import adapter_for
 from loka.measure.conformance import poisoned_allocations
+from loka.measure.tables import judge_update
 from loka.records import write_atomically
 
-LOOKUPS = ("bfloat16", "int8:row", "e4m3:row", "int4:row")
-UPDATES = ("float32", "bfloat16", "int8:row", "e4m3:row:pow2")
+INLINE = " inline"
+LOOKUPS = ("bfloat16", "int8:row", "e4m3:row", "int4:row", f"int8:row{INLINE}", f"e4m3:row{INLINE}")
+UPDATES = ("float32", "bfloat16", "int8:row", "e4m3:row:pow2", f"int8:row{INLINE}", f"e4m3:row:pow2{INLINE}")
 WIRES = (
     ("e4m3:1x128:pow2", torch.bfloat16),
     ("e4m3:1x128:pow2", torch.float32),
@@ -101,7 +105,7 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=20)
     parser.add_argument("--widths", default="256,128,64,32")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", default="lookups,updates,wire", help="what to time, of lookups, updates and wire")
+    parser.add_argument("--only", default="lookups,updates,wire,hot", help="what to time; hot: updates by Zipf's items")
     parser.add_argument("--sweep", action="store_true", help="try other tiles of lookups and packing instead")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
     o = parser.parse_args()
@@ -112,8 +116,8 @@ def main() -> int:
         raise SystemExit(f"--only takes {', '.join(PARTS)}, not {', '.join(unknown)}")
     session = Session(o)
     session.result["copy_bytes_per_second"] = copy_bandwidth(session)
-    for at, width in enumerate(int(width) for width in o.widths.split(",")):
-        for part in asked:
+    for part in asked:
+        for at, width in enumerate(int(width) for width in o.widths.split(",")):
             per_width, measure = PARTS[part][o.sweep]
             if measure is None or (not per_width and at) or session.late(f"{part} of width {width}"):
                 continue
@@ -143,28 +147,35 @@ def proved(session: Session, what: str, check: Callable[[], str]) -> bool:
     return not problem
 
 
-def draw(session: Session) -> tuple[list[Tensor], Tensor]:
+def draw(session: Session, how: str) -> tuple[list[Tensor], Tensor]:
     o, device = session.o, session.device
-    generator = torch.Generator(device=device).manual_seed(0)
-    sets = [torch.randint(0, o.rows, (o.bags * o.items,), generator=generator, device=device) for _ in range(SETS)]
-    return sets, torch.arange(0, o.bags * o.items + 1, o.items, device=device)
+    generator, total = torch.Generator(device=device).manual_seed(0), o.bags * o.items
+    if how == "zipf":
+        shares = (1 / torch.arange(1, o.rows + 1, device=device, dtype=torch.float64)).cumsum(0)
+        places = torch.randperm(o.rows, generator=generator, device=device)
+        at = [torch.rand(total, generator=generator, device=device, dtype=torch.float64) for _ in range(SETS)]
+        sets = [places[torch.searchsorted(shares, a * shares[-1]).clamp(max=o.rows - 1)] for a in at]
+    else:
+        sets = [torch.randint(0, o.rows, (total,), generator=generator, device=device) for _ in range(SETS)]
+    return sets, torch.arange(0, total + 1, o.items, device=device)
 
 
-def make_rows(kind: str, width: int, session: Session, *, inline: bool | None = None) -> Rows:
+def make_rows(kind: str, width: int, session: Session) -> Rows:
     """Made piece by piece: a float32 table of 10 M x 256 is 10 GB, and quantising it whole would take several times that."""
     o, device = session.o, session.device
-    store, generator, spec = None, torch.Generator(device=device).manual_seed(1), None
+    rows, generator = None, torch.Generator(device=device).manual_seed(1)
     for start in range(0, o.rows, 1_000_000):
         piece = torch.randn(min(1_000_000, o.rows - start), width, generator=generator, device=device) * 0.1
-        part, spec = fill_store(piece, kind, inline=True)
-        if store is None:
-            store = part.new_empty(o.rows, part.shape[1])
-        store[start : start + len(part)] = part
-    assert store is not None
-    rows = Rows.in_store(store, spec, width)
-    if rows.scale is None or (width <= INLINE_UP_TO if inline is None else inline):
-        return rows
-    return Rows(rows.data.contiguous(), rows.scale.contiguous(), rows.spec)
+        part, spec = fill_store(piece, kind.removesuffix(INLINE), inline=kind.endswith(INLINE))
+        made, end = Rows.in_store(part, spec, width), start + len(piece)
+        if rows is None:
+            shape = (o.rows * (part.numel() // len(piece)),) if part.dim() == 1 else (o.rows, part.shape[1])
+            rows = Rows.in_store(part.new_empty(shape), spec, width)
+        rows.data[start:end] = made.data
+        if rows.scale_code is not None:
+            rows.scale_code[start:end] = made.scale_code
+    assert rows is not None
+    return rows
 
 
 def check_lookup(rows: Rows, indices: Tensor, offsets: Tensor) -> str:
@@ -182,52 +193,52 @@ def check_lookup(rows: Rows, indices: Tensor, offsets: Tensor) -> str:
 
 def lookup_bytes(rows: Rows, o: argparse.Namespace) -> int:
     row = rows.data.shape[1] * rows.data.element_size()
-    sectors = math.ceil(row / SECTOR) + (rows.scale is not None)
-    return o.bags * o.items * (sectors * SECTOR + 8) + o.bags * rows.width * 2
+    read = math.ceil(row / SECTOR) * SECTOR + (rows.scale_code is not None)
+    return o.bags * o.items * (read + 8) + o.bags * rows.width * 2
 
 
 def time_lookups(width: int, session: Session) -> None:
-    sets, offsets = draw(session)
-    candidates, sizes = [], {}
-    for kind in LOOKUPS:
-        rows = make_rows(kind, width, session)
-        if kind == "bfloat16":
-            weight = rows.data
-            torchs = [
-                lambda i=i, weight=weight: F.embedding_bag(i, weight, offsets, mode="sum", include_last_offset=True)
-                for i in sets
-            ]
-            candidates.append(Contender("F.embedding_bag", torchs, RIGHT))
-            sizes["F.embedding_bag"] = lookup_bytes(rows, session.o)
-        if proved(session, f"lookup {kind} of width {width}", lambda rows=rows: check_lookup(rows, sets[0], offsets)):
+    tables = {kind: make_rows(kind, width, session) for kind in LOOKUPS}
+    for how in ("uniform", "zipf"):
+        if not session.late(f"{how} lookups of width {width}"):
+            time_lookups_of(width, how, tables, session)
+
+
+def time_lookups_of(width: int, how: str, tables: dict[str, Rows], session: Session) -> None:
+    (sets, offsets), weight = draw(session, how), tables["bfloat16"].data
+    torchs = [lambda i=i: F.embedding_bag(i, weight, offsets, mode="sum", include_last_offset=True) for i in sets]
+    candidates = [Contender("F.embedding_bag", torchs, RIGHT)]
+    sizes = {"F.embedding_bag": lookup_bytes(tables["bfloat16"], session.o)}
+    for kind, rows in tables.items():
+        check = lambda rows=rows: check_lookup(rows, sets[0], offsets)  # noqa: E731
+        if proved(session, f"{how} lookup {kind} of width {width}", check):
             thunks = [lambda i=i, rows=rows: triton.run(rows, i, offsets, out_dtype=torch.bfloat16) for i in sets]
             candidates.append(Contender(kind, thunks, RIGHT))
             sizes[kind] = lookup_bytes(rows, session.o)
-    session.record("lookups", candidates, sizes, width=width)
+    session.record("lookups", candidates, sizes, width=width, drawn=how)
 
 
 def sweep_tiles(width: int, session: Session) -> None:
-    """Items of a tile around what the kernel chooses, with scales in the row and beside; one kind of rows after another."""
+    """Items of a tile around what the kernel chooses; one kind of rows after another."""
     from loka.kernels.embedding_bag import triton_kernels
 
-    sets, offsets = draw(session)
+    sets, offsets = draw(session, "uniform")
     for kind, tried in SWEPT.items():
         candidates, sizes = [], {}
-        for inline in (True, False) if ":" in kind else (False,):
-            rows = make_rows(kind, width, session, inline=inline)
-            chosen = triton_kernels.tile_of(width, rows.data.element_size())
-            for items in sorted({chosen[0], *tried}):
-                tile = (items, *chosen[1:])
-                name = f"{kind}{' inline' * inline} {'x'.join(map(str, tile))}{' (chosen)' * (tile == chosen)}"
-                thunks = [
-                    lambda i=i, rows=rows, tile=tile: triton_kernels.look_up(
-                        rows.data, rows.scale, None, None, i, offsets, None, False, False, torch.bfloat16, tile
-                    )
-                    for i in sets
-                ]
-                if not session.late(name):
-                    candidates.append(Contender(name, thunks, RIGHT))
-                    sizes[name] = lookup_bytes(rows, session.o)
+        rows = make_rows(kind, width, session)
+        chosen = triton_kernels.tile_of(width, rows.data.element_size())
+        for items in sorted({chosen[0], *tried}):
+            tile = (items, *chosen[1:])
+            name = f"{kind} {'x'.join(map(str, tile))}{' (chosen)' * (tile == chosen)}"
+            thunks = [
+                lambda i=i, rows=rows, tile=tile: triton_kernels.look_up(
+                    rows.data, rows.scale_code, None, None, i, offsets, None, False, False, torch.bfloat16, tile
+                )
+                for i in sets
+            ]
+            if not session.late(name):
+                candidates.append(Contender(name, thunks, RIGHT))
+                sizes[name] = lookup_bytes(rows, session.o)
         session.record("tiles", candidates, sizes, width=width)
 
 
@@ -251,35 +262,46 @@ def sweep_packing(width: int, session: Session) -> None:
 def check_update(kind: str, width: int, session: Session) -> str:
     adapter = adapter_for("embedding_update")
     shape = (6, width, 50) if session.o.smoke else (512, width, 5000)
-    (call,) = adapter.calls([shape], [f"{kind}|rowwise_adagrad|items={session.o.items}"])
+    (call,) = adapter.calls([shape], [f"{kind.removesuffix(INLINE)}|rowwise_adagrad|items={session.o.items}"])
     operands = adapter.operands(call, seed=1, distribution="normal", device=session.device)
-    verdict: Conformance = adapter.check(update, call, operands)
-    return verdict.reason
+    if not kind.endswith(INLINE):
+        verdict: Conformance = adapter.check(update, call, operands)
+        return verdict.reason
+    weight, rule, o = operands.rows.dequantize(), Rule("rowwise_adagrad", lr=0.01), operands
+    both = [Rows.of(weight, call.kind, inline=inline) for inline in (False, True)]
+    for rows in both:
+        update.run(rows, o.indices, o.offsets, o.grad, rule, rule.state(rows), Draw(1, 2, 3))
+    return judge_update(both[1], both[0]).reason
 
 
 def time_updates(width: int, session: Session) -> None:
+    time_updates_of(width, "uniform", UPDATES, session)
+
+
+def time_hot_updates(width: int, session: Session) -> None:
+    """With Zipf's items one row has 6 % of them all, which one program adds up one after another: most of the time."""
+    time_updates_of(width, "zipf", [kind for kind in UPDATES if not kind.endswith(INLINE)], session)
+
+
+def time_updates_of(width: int, how: str, kinds: Sequence[str], session: Session) -> None:
     from loka.kernels.embedding_update import triton_kernels
 
-    o, (sets, offsets) = session.o, draw(session)
+    o, rule, now, (sets, offsets) = session.o, Rule("rowwise_adagrad", lr=0.01), Draw(1, 2, 3), draw(session, how)
     grad = torch.randn(o.bags, width, device=session.device)
-    candidates, sizes, rule, now = [], {}, Rule("rowwise_adagrad", lr=0.01), Draw(1, 2, 3)
     ordered = [update.sort_items(i, offsets, None, "sum", o.rows) for i in sets]
-    for kind in UPDATES:
+    candidates, sizes = [], {}
+    for kind in kinds:
         if not proved(session, f"update {kind} of width {width}", lambda kind=kind: check_update(kind, width, session)):
             continue
         rows = make_rows(kind, width, session)
-        state = rule.state(rows)
-        whole = [lambda i=i, rows=rows, state=state: update.run(rows, i, offsets, grad, rule, state, now) for i in sets]
-        alone = [
-            lambda i=i, rows=rows, state=state: triton_kernels.update(rows, *i, grad, rule, state, now, 0, 0)
-            for i in ordered
-        ]
-        row = width * rows.data.element_size()
-        sectors = math.ceil(row / SECTOR) + (rows.scale is not None) + 1
+        args = (grad, rule, rule.state(rows), now)
+        whole = [lambda i=i, rows=rows, args=args: update.run(rows, i, offsets, *args) for i in sets]
+        alone = [lambda i=i, rows=rows, args=args: triton_kernels.update(rows, *i, *args, 0, 0) for i in ordered]
+        read = (math.ceil(width * rows.data.element_size() / SECTOR) + 1) * SECTOR + (rows.scale_code is not None)
         for name, thunks in ((f"{kind} whole", whole), (f"{kind} rows", alone)):
             candidates.append(Contender(name, thunks, RIGHT))
-            sizes[name] = o.bags * o.items * (2 * sectors * SECTOR + 8) + o.bags * width * 4
-    session.record("updates", candidates, sizes, width=width)
+            sizes[name] = o.bags * o.items * (2 * read + 8) + o.bags * width * 4
+    session.record("updates", candidates, sizes, width=width, drawn=how)
 
 
 def check_wire(spelling: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -321,34 +343,35 @@ def time_wire(width: int, session: Session) -> None:
 
 def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Every bar that was measured: what was seen, what was wanted, whether it holds."""
-    look = {(r["width"], r["rows"]): r for r in result["lookups"]}
-    move = {(r["width"], r["rows"]): r for r in result["updates"]}
+    look = {(r["width"], r["drawn"], r["rows"]): r for r in result["lookups"]}
+    move = {(r["width"], r["drawn"], r["rows"]): r for r in result["updates"]}
     bars: list[dict[str, Any]] = []
 
     def bar(what: str, seen: float, least: float) -> None:
         bars.append({"bar": what, "seen": round(seen, 3), "least": least, "holds": seen >= least})
 
-    def faster(rows: dict[tuple[int, str], Any], width: int, kind: str, than: str) -> float | None:
-        if (width, than) not in rows:
+    def faster(rows: dict[tuple[int, str, str], Any], width: int, how: str, kind: str, than: str) -> float | None:
+        if (width, how, than) not in rows:
             return None
-        return float(rows[width, than]["microseconds"] / rows[width, kind]["microseconds"])
+        return float(rows[width, how, than]["microseconds"] / rows[width, how, kind]["microseconds"])
 
-    for (width, kind), row in look.items():
-        if kind == "bfloat16" and width >= 128:
+    for (width, how, kind), row in look.items():
+        drawn = ", Zipf" * (how == "zipf")
+        if kind == "bfloat16" and width >= 128 and not drawn:  # with Zipf's, most rows come from the cache
             bar(f"bf16 lookup of width {width}, share of copy", row["share_of_copy"], 0.8)
-        if kind in ("int8:row", "e4m3:row") and width == 256:
+        if kind in ("int8:row", "e4m3:row") and width == 256 and not drawn:
             bar(f"{kind} lookup of width 256, share of copy", row["share_of_copy"], 0.65)
-        over = faster(look, width, kind, "F.embedding_bag")
+        over = faster(look, width, how, kind, "F.embedding_bag")
         if kind != "F.embedding_bag" and over is not None:
-            bar(f"{kind} lookup of width {width} over F.embedding_bag", over, 2.0)
-        over = faster(look, width, kind, "bfloat16")
+            bar(f"{kind} lookup of width {width} over F.embedding_bag{drawn}", over, 2.0)
+        over = faster(look, width, how, kind, "bfloat16")
         if kind in ("int8:row", "e4m3:row") and width in (128, 256) and over is not None:
-            bar(f"{kind} lookup of width {width} over our bf16", over, 1.25 if width == 128 else 1.5)
-    for width, kind in move:
-        rows, part = kind.split()
-        over = faster(move, width, kind, f"float32 {part}")
+            bar(f"{kind} lookup of width {width} over our bf16{drawn}", over, 1.25 if width == 128 else 1.5)
+    for width, how, kind in move:
+        rows, _, part = kind.rpartition(" ")
+        over = faster(move, width, how, kind, f"float32 {part}")
         if rows in ("int8:row", "e4m3:row:pow2") and over is not None:
-            bar(f"{rows} update of width {width} over float32, {part}", over, 1.0)
+            bar(f"{rows} update of width {width} over float32, {part}{', Zipf' * (how == 'zipf')}", over, 1.0)
     for row in result["wire"]:
         if "stochastic" not in row["rows"]:
             bar(f"{row['rows']}, share of copy", row["share_of_copy"], 0.8)
@@ -359,6 +382,7 @@ PARTS: dict[str, tuple[tuple[bool, Any], tuple[bool, Any]]] = {  # measured for 
     "lookups": ((True, time_lookups), (True, sweep_tiles)),
     "updates": ((True, time_updates), (True, None)),
     "wire": ((False, time_wire), (False, sweep_packing)),
+    "hot": ((True, time_hot_updates), (True, None)),
 }
 
 

@@ -14,7 +14,7 @@ def table(kind: str, *, rows: int = 50, width: int = 24, hot: bool = False) -> R
         return made
     slot = torch.full((rows,), -1, dtype=torch.int32)
     slot[::7] = torch.arange(len(slot[::7]), dtype=torch.int32)
-    return Rows(made.data, made.scale, made.spec, slot, torch.randn(len(slot[::7]), width))
+    return Rows(made.data, made.scale_code, made.spec, slot, torch.randn(len(slot[::7]), width))
 
 
 def bags(rows: int = 50, count: int = 9, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -29,6 +29,7 @@ def bags(rows: int = 50, count: int = 9, *, seed: int = 0) -> tuple[Tensor, Tens
     return indices, offsets
 
 
-def copy(rows: Rows) -> Rows:
-    parts = [None if t is None else t.clone() for t in (rows.data, rows.scale, rows.slot, rows.hot)]
+def copy(rows: Rows, device: torch.device | None = None) -> Rows:
+    held = (rows.data, rows.scale_code, rows.slot, rows.hot)
+    parts = [None if t is None else t.clone().to(device or t.device) for t in held]
     return Rows(parts[0], parts[1], rows.spec, parts[2], parts[3])

@@ -28,7 +28,7 @@ def test_an_embedding_looks_its_rows_up(rows: str) -> None:
     assert bool(((weight - plain.weight).abs() <= bound).all())
     again = tables.Embedding(40, 16, padding_idx=3, rows=rows)
     again.load_state_dict({"weight": weight})
-    torch.testing.assert_close(again.weight, weight, rtol=1e-6, atol=1e-7)
+    assert torch.equal(again.weight, weight)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,42 @@ def test_a_resumed_run_ends_with_the_same_bits(rows: str) -> None:
     assert torch.equal(second.weight, first.weight)
     fit(second, optimizer, 17, start=13)
     assert torch.equal(second.weight, straight.weight)
+
+
+def test_a_state_with_float32_scales_is_refused() -> None:
+    """Their codes belong to scales that one byte does not hold: loading them would change every value in silence."""
+    table = tables.Embedding(50, 16, rows="int8:row")
+    optimizer = TableOptimizer(table)
+    stored, before = copy.deepcopy(optimizer.state_dict()), table.weight
+    del stored["state"][0]["scale_code"]
+    stored["state"][0]["scale"] = torch.rand(50)
+    with pytest.raises(ValueError, match=r"float32 scales of an earlier version.*hint: start a new run"):
+        optimizer.load_state_dict(stored)
+    assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize("rows", ["int8:row", "e4m3:row:pow2"])
+def test_a_row_that_is_lost_has_a_witness(rows: str) -> None:
+    """NaN in a row, and a row beyond the range of scales: training must not save either."""
+    for last in (float("nan"), 1e30):
+        table = tables.Embedding(50, 16, rows=rows)
+        assert all(bool(part.isfinite().all()) for part in table.witnesses())
+        (table(torch.tensor([3])) * last).sum().backward()
+        TableOptimizer(table, Rule("sgd", lr=1.0)).step()
+        assert any(bool(part.isnan().any()) for part in table.witnesses())
+        assert table.weight.isnan().any(1).nonzero().tolist() == [[3]]
+
+
+def test_rows_beyond_the_range_of_scales_are_refused() -> None:
+    plain = nn.Embedding(5, 4)
+    plain.weight.data[2, 1] = 1e5
+    model = nn.Sequential(plain)
+    with pytest.raises(ValueError, match=r"row 2 has an element of 1e\+05.*up to 1,778"):
+        tables.quantize_tables(model, rows="int8:row")
+    assert model[0] is plain
+    table = tables.Embedding(5, 4, rows="int8:row")
+    with pytest.raises(ValueError, match="row 2 has"):
+        table.load_state_dict(plain.state_dict())
 
 
 def test_two_half_batches_are_one() -> None:

@@ -52,7 +52,7 @@ def test_one_call_places_tables_and_says_what_ranks_would_send() -> None:
     before = model.items.weight.detach().clone()
     tuned = loka.tune(model, batches(), loss, margin=0.02, tables=True, collectives=True, progress=False)
     (table,) = tuned.plan.tables
-    assert (table.name, table.rows, table.bytes, table.float32_bytes) == ("items", "int8:row", 200 * 20, 200 * 64)
+    assert (table.name, table.rows, table.bytes, table.float32_bytes) == ("items", "int8:row", 200 * 17, 200 * 64)
     assert table.evidence.metric_change.high <= 0.02
     assert 0 < table.evidence.error < 0.02
     assert table.evidence.microseconds.value > 0
@@ -61,7 +61,7 @@ def test_one_call_places_tables_and_says_what_ranks_would_send() -> None:
     assert all(part.bytes < 0.6 * part.float32_bytes for part in tuned.plan.collectives)
     rows = {unit.name: unit for unit in tuned.record.units}
     assert rows["items"].way == "int8:row"
-    assert "4,000 of 12,800 bytes" in rows["items"].reason
+    assert "3,400 of 12,800 bytes" in rows["items"].reason
     assert "items" in tuned.plan.explain("items")
     assert tuned.record.metric_change.high <= 0.02
     loka.revert(model)

@@ -73,7 +73,7 @@ def _row_bytes(kind: str, width: int) -> float:
     parsed = parse_rows(kind)
     if isinstance(parsed, torch.dtype):
         return width * FLOATS[kind].itemsize
-    return width * parsed.format.bits / 8 + 4
+    return width * parsed.format.bits / 8 + 1
 
 
 class EmbeddingBag(Op[BagCall]):
@@ -217,7 +217,7 @@ def _in_float32(call: UpdateCall, o: Items) -> tuple[Any, UpdateCall, Items]:
 
 
 def _copy(rows: Rows) -> Rows:
-    parts = [None if t is None else t.clone() for t in (rows.scale, rows.slot, rows.hot)]
+    parts = [None if t is None else t.clone() for t in (rows.scale_code, rows.slot, rows.hot)]
     return Rows(rows.data.clone(), parts[0], rows.spec, parts[1], parts[2])
 
 
@@ -247,7 +247,8 @@ def judge_update(ours: Rows, law: Rows) -> Conformance:
 def _quantum(rows: Rows, values: Tensor) -> Tensor:
     """Return the size of one step of the grid at each value."""
     size = values.abs().nan_to_num(0.0)
-    if rows.spec is None or rows.scale is None:
+    scale = rows.scale
+    if rows.spec is None or scale is None:
         return size * (2.0**-7 if rows.data.dtype == torch.bfloat16 else 1e-5) + 1e-6
-    scale = rows.scale.nan_to_num(0.0).unsqueeze(1)
+    scale = scale.nan_to_num(0.0).unsqueeze(1)
     return scale.expand_as(size) if rows.spec.format.is_integer else torch.maximum(size * 2.0**-3, scale * 2.0**-9)

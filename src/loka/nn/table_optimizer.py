@@ -24,7 +24,7 @@ from loka.kernels.embedding_update import TRAINABLE, Rule, embedding_update
 from loka.kernels.embedding_update.reference import sum_gradients
 from loka.nn.tables import Lookup, Table, hottest
 
-_LIVE = ("data", "scale", "slot", "kept")
+_LIVE = ("data", "scale_code", "slot", "kept")
 
 
 class TableOptimizer(torch.optim.Optimizer):
@@ -161,9 +161,14 @@ class TableOptimizer(torch.optim.Optimizer):
                     f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, "
                     f"the table's {table.data.dtype} {tuple(table.data.shape)}"
                 )
+            if table.scale_code is not None and "scale_code" not in state:
+                raise ValueError(
+                    f"{name}: the state has float32 scales of an earlier version, rows have scales of one byte; "
+                    "hint: start a new run from the checkpoint's weights, which are float32"
+                )
             table.data.copy_(state["data"])
-            if table.scale is not None:
-                table.scale.copy_(state["scale"])
+            if table.scale_code is not None:
+                table.scale_code.copy_(state["scale_code"])
             for key in ("slot", "kept"):
                 if key in state:
                     setattr(table, key, state[key].to(table.anchor.device))

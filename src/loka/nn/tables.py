@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.kernels.embedding_bag import Rows, embedding_bag
-from loka.kernels.embedding_bag.rows import fill_store
+from loka.kernels.embedding_bag.rows import NAN_SCALE, fill_store
 from loka.kernels.embedding_update import TRAINABLE
 
 Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, offsets, weights, mode, gradient
@@ -89,9 +89,9 @@ class Table(nn.Module):
         return self.rows.data
 
     @property
-    def scale(self) -> Tensor | None:
-        """The scales of the rows, a view; None if the format has none."""
-        return self.rows.scale
+    def scale_code(self) -> Tensor | None:
+        """The scales of the rows as stored, a view; None if the format has none."""
+        return self.rows.scale_code
 
     @property
     def weight(self) -> Tensor:
@@ -110,19 +110,22 @@ class Table(nn.Module):
             leaving = (self.slot >= 0).nonzero().squeeze(1)
             back = Rows.of(weight[leaving], self.kind)
             self.data[leaving] = back.data
-            if self.scale is not None and back.scale is not None:
-                self.scale[leaving] = back.scale
+            if self.scale_code is not None and back.scale_code is not None:
+                self.scale_code[leaving] = back.scale_code
         slot = torch.full((self.num_embeddings,), -1, dtype=torch.int32, device=self.data.device)
         slot[rows] = torch.arange(len(rows), dtype=torch.int32, device=self.data.device)
         self.slot, self.kept = slot, weight[rows].contiguous()
 
     def witnesses(self) -> list[Tensor]:
         """Return float tensors that have a NaN or Inf if the table has one."""
-        parts = [t for t in (self.scale, self.kept) if t is not None]
-        if self.spec is None:
+        parts = [] if self.kept is None else [self.kept]
+        if self.spec is None or self.scale_code is None:
             parts.append(self.data)
-        elif self.spec.format.has_nan:  # all bits set, except for the sign
-            parts.append(torch.where((self.data.view(torch.uint8) & 0x7F).amax() == 0x7F, torch.nan, 0.0).view(1))
+        elif len(self.scale_code):
+            lost = self.scale_code.amax() == NAN_SCALE
+            if self.spec.format.has_nan:  # all bits set, except for the sign
+                lost = lost | ((self.data.view(torch.uint8) & 0x7F).amax() == 0x7F)
+            parts.append(torch.where(lost, torch.nan, 0.0).view(1))
         return [part for part in parts if part.numel()]
 
     def look_up(self, indices: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str) -> Tensor:
@@ -155,8 +158,8 @@ class Table(nn.Module):
         with torch.no_grad():
             made = Rows.of(weight.to(self.data.device), self.kind)
             self.data.copy_(made.data)
-            if self.scale is not None and made.scale is not None:
-                self.scale.copy_(made.scale)
+            if self.scale_code is not None and made.scale_code is not None:
+                self.scale_code.copy_(made.scale_code)
             if self.slot is not None and self.kept is not None:
                 at = (self.slot >= 0).nonzero().squeeze(1)
                 self.kept[self.slot[at].long()] = weight.to(self.kept)[at]

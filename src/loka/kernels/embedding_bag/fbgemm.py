@@ -1,7 +1,7 @@
 """FBGEMM's table lookup for inference, on float32 and float16 rows, without copying them.
 
 `auto` never picks it: the last bits of results would depend on whether it is installed. FBGEMM's 8-bit and 4-bit rows
-have a 16-bit scale and shift inside the row, ours a float32 scale, which FBGEMM would have to round.
+have a 16-bit scale and shift inside the row, ours a scale of one byte beside the rows, so they would have to be copied.
 `loka.nn.quantized_collection` goes the other way and converts TorchRec's rows to ours.
 """
 
@@ -22,7 +22,7 @@ _POOLING = {"sum": 0, "mean": 1}
 def supports(call: BagCall, device: torch.device) -> Verdict:
     """Accept float32 and float16 rows on the CPU."""
     if call.kind not in _TYPES:
-        return no(f"reads float32 and float16 rows; of {call.kind} it would round the scales")
+        return no(f"reads float32 and float16 rows; those of {call.kind} would have to be copied")
     if call.hot:
         return no("does not support tables with some rows kept in float32")
     if call.out_dtype not in _OUT:

@@ -1,16 +1,26 @@
 """The memory layout of embedding tables.
 
     float32, bfloat16, float16     [N, D], no scales
-    int8:row, e4m3:row[:pow2]      [N, D] of one byte, and one float32 scale per row
+    int8:row, e4m3:row[:pow2]      [N, D] of one byte, and one scale per row
     int4:row                       [N, D / 2], two codes per byte, low nibble first
 
-The scale of a row of at most INLINE_UP_TO bytes (one memory sector) is stored at the end of the row, so that one memory
-access reads both; a separate array of scales would need a second access for every item (on an H200 50 us instead of 68
-for 65,536 bags of 20 rows of 32 bytes). Such rows start at multiples of 4 bytes and are read 4 bytes at a time. Wider
-rows are read 16 bytes at a time and have their scales behind all rows: there the narrow reads cost more (104 us instead
-of 80 at 128 bytes, 155 instead of 124 at 256, with an earlier kernel; 56 instead of 63 at 64 bytes with this one, but
-updates of such rows have not been timed). Kernels take rows and scales with any stride; both are in one
-allocation, the `store`.
+The scale of a row is stored in one byte, a float without a sign: five exponent bits, three mantissa bits.
+
+    scale = 2^(code // 8 - BIAS) * (1 + code % 8 / 8)        NaN if code is 255
+
+    int8             2^-28 to 14, for rows up to 1,778       int4     2^-24 to 224, for rows up to 1,568
+    e4m3, e5m2       2^-28 to 14, for rows up to 6,272 and 802,816 (:pow2: 3,584 and 458,752)
+
+A scale is rounded up, so a row is at most an eighth and on average about 5 % coarser than with an exact scale. Rows
+beyond the range cannot be packed (ValueError); an update that leads there, or to NaN or Inf in a row of integers, makes
+the row NaN. Rows below the range have the smallest scale, and errors of at most half of it (2e-9 for int8).
+
+Why one byte: memory is read in bursts of 64 bytes, so a float32 scale from an array of its own costs as much as half a
+row of 128 bytes, and a 40 MB array of them does not stay in the L2 cache beside the rows that stream through it. 10 MB
+do. Decoding is an addition and a shift: the code is the upper bits of a float32.
+
+Rows and their scales are in one allocation, the `store`: all rows, then all scales. `inline` stores each scale at the
+end of its row instead. Kernels take both with any stride.
 
 Some rows may be kept in float32 ("hot" rows): `slot[r]` is the place of row r in `hot`, or -1. The low-precision copy
 of a hot row is not read.
@@ -18,16 +28,19 @@ of a hot row is not read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from loka.formats import FORMATS, INT4, ROW, QTensor, Spec, dequantize, quantize
+from loka.formats.format import round_to
+from loka.formats.quantize import block_amax, scale_from_amax
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-INLINE_UP_TO = 32  # bytes per row
-_SCALE = 4  # bytes
+BIAS, BIAS_INT4 = 28, 24  # of the exponent of a scale
+NAN_SCALE = 255
+_MANTISSA = 20  # bits that float32 has beyond a scale
 
 
 def parse_rows(kind: str) -> Spec | torch.dtype:
@@ -52,7 +65,7 @@ def parse_rows(kind: str) -> Spec | torch.dtype:
     spec = Spec.parse(kind)
     if spec.block != ROW or spec.mode != "dynamic" or spec.scale not in ("f32", "pow2") or spec.format.name == "e2m1":
         raise ValueError(
-            f"rows have one float32 scale each, computed from the row: int8:row, e4m3:row[:pow2], e5m2:row, int4:row; got {kind}"
+            f"rows have one scale each, computed from the row: int8:row, e4m3:row[:pow2], e5m2:row, int4:row; got {kind}"
         )
     if spec.rounding != "nearest":
         raise ValueError(f"{kind}: rounding is an option of the update, not of the rows; hint: drop ':stochastic'")
@@ -65,7 +78,7 @@ class Rows:
 
     Args:
         data: the elements.
-        scale: float32 [N]; None for float rows.
+        scale_code: uint8 [N], the scales as stored; None for float rows.
         spec: of quantized rows; None for float rows.
         slot: int32 [N], -1 or a place in `hot`; None if there are no hot rows.
         hot: float32 [H, D], rows kept in float32.
@@ -73,23 +86,25 @@ class Rows:
     Example:
         >>> rows = Rows.of(torch.randn(1000, 64), "int8:row")
         >>> rows.bytes / (1000 * 64 * 4)
-        0.265625
+        0.25390625
     """
 
     data: Tensor
-    scale: Tensor | None = None
+    scale_code: Tensor | None = None
     spec: Spec | None = None
     slot: Tensor | None = None
     hot: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if (self.spec is None) != (self.scale is None) or (self.slot is None) != (self.hot is None):
-            raise ValueError("give both spec and scale (quantized rows) or neither, and both slot and hot or neither")
+        if (self.spec is None) != (self.scale_code is None) or (self.slot is None) != (self.hot is None):
+            raise ValueError(
+                "give both spec and scale_code (quantized rows) or neither, and both slot and hot or neither"
+            )
         floats = self.data.dtype in FLOATS.values()
         expected = floats if self.spec is None else self.data.dtype == _storage_dtype(self.spec)
         if self.data.dim() != 2 or not expected:
             raise ValueError(f"rows of {self.kind} are 2-D, got {self.data.dtype} {tuple(self.data.shape)}")
-        for name, dtype in (("scale", torch.float32), ("slot", torch.int32)):
+        for name, dtype in (("scale_code", torch.uint8), ("slot", torch.int32)):
             held: Tensor | None = getattr(self, name)
             if held is not None and (
                 held.shape != (self.count,) or held.dtype != dtype or held.device != self.data.device
@@ -101,7 +116,7 @@ class Rows:
             raise ValueError(f"hot must be float32 [H, {self.width}], got {self.hot.dtype} {tuple(self.hot.shape)}")
 
     @classmethod
-    def of(cls, weight: Tensor, kind: str, *, inline: bool | None = None) -> Rows:
+    def of(cls, weight: Tensor, kind: str, *, inline: bool = False) -> Rows:
         """Convert a float table to another row format, rounding to nearest; `inline` as in `fill_store`."""
         return cls.in_store(*fill_store(weight, kind, inline=inline), weight.shape[1])
 
@@ -112,14 +127,13 @@ class Rows:
         """Return views of the rows in a store made by `fill_store`."""
         if spec is None:
             return cls(store, None, None, slot, hot)
-        used = width // 2 if spec.format == INT4 else width
-        row = -(-used // _SCALE) * _SCALE
+        row = width // 2 if spec.format == INT4 else width
         if store.dim() == 2:
-            codes, scale = store, store[:, row:].view(torch.float32)[:, 0]
+            codes, scale_code = store[:, :row], store[:, row]
         else:
-            count = store.numel() // (row + _SCALE)
-            codes, scale = store[: count * row].view(count, row), store[count * row :].view(torch.float32)
-        return cls(codes[:, :used].view(_storage_dtype(spec)), scale, spec, slot, hot)
+            count = store.numel() // (row + 1)
+            codes, scale_code = store[: count * row].view(count, row), store[count * row :]
+        return cls(codes.view(_storage_dtype(spec)), scale_code, spec, slot, hot)
 
     @property
     def count(self) -> int:
@@ -137,22 +151,29 @@ class Rows:
         return str(self.data.dtype).removeprefix("torch.") if self.spec is None else str(self.spec)
 
     @property
+    def scale(self) -> Tensor | None:
+        """Return the scales as float32 [N], a copy; None for float rows."""
+        if self.spec is None or self.scale_code is None:
+            return None
+        return decode_scale(self.scale_code, self.spec)
+
+    @property
     def bytes(self) -> int:
         """Return the memory of rows, scales, slots and hot rows in bytes."""
         row = self.data.stride(0) * self.data.element_size()
         # an inline scale has a larger stride, and is already counted as part of the row
-        scale = 0 if self.scale is None or self.scale.stride(0) > 1 else _SCALE
+        scale = 0 if self.scale_code is None or self.scale_code.stride(0) > 1 else 1
         hot = sum(t.numel() * t.element_size() for t in (self.slot, self.hot) if t is not None)
         return self.count * (row + scale) + hot
 
     def take(self, index: Tensor) -> Tensor:
         """Return rows by index, dequantized to float32 [n, D]."""
         data = self.data[index]
-        if self.spec is None or self.scale is None:
+        if self.spec is None or self.scale_code is None:
             values = data.float()
         else:
-            codes = unpack_codes(data, self.spec)
-            values = dequantize(QTensor(codes, self.scale[index].unsqueeze(1), self.spec))
+            codes, scale = unpack_codes(data, self.spec), decode_scale(self.scale_code[index], self.spec)
+            values = dequantize(QTensor(codes, scale.unsqueeze(1), self.spec))
         if self.slot is None or self.hot is None:
             return values
         place = self.slot[index].long()
@@ -163,17 +184,21 @@ class Rows:
         return self.take(torch.arange(self.count, device=self.data.device))
 
 
-def fill_store(weight: Tensor, kind: str, *, inline: bool | None = None) -> tuple[Tensor, Spec | None]:
+def fill_store(weight: Tensor, kind: str, *, inline: bool = False) -> tuple[Tensor, Spec | None]:
     """Convert a float table to a row format, rounding to nearest.
 
     Args:
         weight: floating point [N, D].
         kind: the row format.
-        inline: store each scale at the end of its row, instead of all scales behind all rows. None: by the width.
+        inline: store each scale at the end of its row, instead of all scales behind all rows. Such rows start at
+            multiples of 4 bytes.
 
     Returns:
         The store and its Spec: [N, D] and None for float rows, else uint8 [N, bytes of a row and its scale], flat if
         the scales are behind the rows.
+
+    Raises:
+        ValueError: an int4 row has an odd width, or a row is beyond the range of the scales.
     """
     parsed = parse_rows(kind)
     weight = weight.detach()
@@ -181,17 +206,60 @@ def fill_store(weight: Tensor, kind: str, *, inline: bool | None = None) -> tupl
         return weight.to(parsed), None
     if parsed.format == INT4 and weight.shape[1] % 2:
         raise ValueError(f"int4 rows are packed in pairs: the width must be even, got {weight.shape[1]}")
-    q = quantize(weight, parsed)
+    q = quantize(weight, replace(parsed, mode="static"), scale=_choose_scale(weight, parsed))
     codes = pack_codes(q.data, parsed)
-    row = -(-codes.shape[1] // _SCALE) * _SCALE
-    inline = row <= INLINE_UP_TO if inline is None else inline
-    shape = (len(codes), row + _SCALE) if inline else (len(codes) * (row + _SCALE),)
+    count, row = codes.shape
+    shape = (count, -(-(row + 1) // 4) * 4) if inline else (count * (row + 1),)
     store = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     rows = Rows.in_store(store, parsed, weight.shape[1])
     rows.data.view(torch.uint8).copy_(codes.view(torch.uint8))
-    if rows.scale is not None:
-        rows.scale.copy_(q.scale.view(-1))
+    if rows.scale_code is not None:
+        rows.scale_code.copy_(encode_scale(q.scale.view(-1), parsed))
     return store, parsed
+
+
+def _choose_scale(weight: Tensor, spec: Spec) -> Tensor:
+    """Return the scale of each row [N, 1]: the smallest that does not saturate it, and the same for its rounded values.
+
+    Rounding may make the largest element smaller than that. If a smaller scale then fits, it is chosen at once: the
+    largest element is as close to it. So a table that is stored as float values and packed again does not change.
+    """
+    amax = block_amax(weight, ROW)
+    scale = _round_up(scale_from_amax(amax, spec), spec)
+    if not weight.is_meta and bool(scale.isnan().any()):
+        row = int(amax.argmax())
+        raise ValueError(
+            f"row {row} has an element of {float(amax[row]):.4g}; the scales of {spec} rows hold up to "
+            f"{largest_element(spec):,.0f}; hint: bfloat16 rows have no scales"
+        )
+    return _round_up(scale_from_amax(round_to(amax / scale, spec.format) * scale, spec), spec)
+
+
+def largest_element(spec: Spec) -> float:
+    """Return the largest magnitude that rows of this Spec hold."""
+    last = (NAN_SCALE - 1) // 8 * 8 if spec.scale == "pow2" else NAN_SCALE - 1
+    return spec.format.max * float(decode_scale(torch.tensor(last), spec))
+
+
+def _round_up(scale: Tensor, spec: Spec) -> Tensor:
+    return decode_scale(encode_scale(scale, spec), spec)
+
+
+def encode_scale(scale: Tensor, spec: Spec) -> Tensor:
+    """Return positive float32 scales as stored, rounded up; 255, which is NaN, for NaN and beyond the range."""
+    code = ((scale.view(torch.int32) + ((1 << _MANTISSA) - 1)) >> _MANTISSA) - scale_offset(spec)
+    return torch.where(scale < torch.inf, code.clamp(0, NAN_SCALE), NAN_SCALE).to(torch.uint8)
+
+
+def decode_scale(code: Tensor, spec: Spec) -> Tensor:
+    """Return stored scales as float32."""
+    scale = ((code.to(torch.int32) + scale_offset(spec)) << _MANTISSA).view(torch.float32)
+    return torch.where(code == NAN_SCALE, torch.nan, scale)
+
+
+def scale_offset(spec: Spec) -> int:
+    """Return what is added to the code of a scale to make it the upper 12 bits of a float32."""
+    return (127 - (BIAS_INT4 if spec.format == INT4 else BIAS)) * 8
 
 
 def _storage_dtype(spec: Spec) -> torch.dtype:

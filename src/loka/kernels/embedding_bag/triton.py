@@ -40,7 +40,7 @@ def run(
 
     result: Tensor = invoke(
         triton_ops.embedding_bag,
-        rows.data, rows.scale, rows.slot, rows.hot, indices.contiguous(), None if offsets is None else offsets.contiguous(),
+        rows.data, rows.scale_code, rows.slot, rows.hot, indices.contiguous(), None if offsets is None else offsets.contiguous(),
         None if weights is None else weights.contiguous(), mode == "mean", str(rows.spec or ""), out_dtype,
     )  # fmt: skip
     return result

@@ -6,8 +6,8 @@
              and need a quarter of the registers
 
 A lookup is limited by the number of reads in flight, not by arithmetic: the indices of the next U items are read while
-the rows of these arrive, so that no row waits for its index. The scale, one float32 per row, is read from the end of the
-row, in the same memory access, or from an array of its own. A row outside the table gives NaN and reads nothing. Hot
+the rows of these arrive, so that no row waits for its index. The scale, one byte per row, is read from an array of its
+own, which stays in the L2 cache. A row outside the table gives NaN and reads nothing. Hot
 rows (`slot` >= 0) are read from `hot`, not from the table.
 """
 
@@ -16,9 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.embedding_bag.rows import BIAS, BIAS_INT4, NAN_SCALE
 from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import widened
 from loka.kernels.triton_launcher import quick
+
+_BIAS, _BIAS_INT4, _NAN_SCALE = tl.constexpr(BIAS), tl.constexpr(BIAS_INT4), tl.constexpr(NAN_SCALE)
 
 
 @triton.jit
@@ -35,11 +38,19 @@ def load_codes(data_ptr, row, there, D: tl.constexpr, STRIDE: tl.constexpr, INT4
 
 @triton.jit
 def load_scales(scale_ptr, row, there, STEP: tl.constexpr, SCALED: tl.constexpr):
-    """Load [R, 1] float32 scales; ones if the rows have none."""
+    """Load [R] stored scales, a byte each; zeros if the rows have none."""
     if SCALED:
-        return tl.load(scale_ptr + row[:, None] * STEP, there[:, None], other=1.0, eviction_policy="evict_last")
+        return tl.load(scale_ptr + row * STEP, there, other=0, eviction_policy="evict_last")
     else:
-        return tl.full((row.shape[0], 1), 1.0, tl.float32)
+        return tl.zeros(row.shape, tl.uint8)
+
+
+@triton.jit
+def decoded_scale(code, INT4: tl.constexpr):
+    """Decode stored scales to float32: `rows.decode_scale`."""
+    OFFSET: tl.constexpr = (127 - (_BIAS_INT4 if INT4 else _BIAS)) * 8
+    scale = ((code.to(tl.int32) + OFFSET) << 20).to(tl.float32, bitcast=True)
+    return tl.where(code == _NAN_SCALE, float("nan"), scale)
 
 
 @triton.jit
@@ -56,25 +67,29 @@ def load_kept(slot_ptr, hot_ptr, row, there, D: tl.constexpr, HOT: tl.constexpr,
 
 
 @triton.jit
-def decoded(codes, scale, kept, high, HOT: tl.constexpr, INT4: tl.constexpr, BD: tl.constexpr):
+def decoded(codes, scale, kept, high, SCALED: tl.constexpr, HOT: tl.constexpr, INT4: tl.constexpr, BD: tl.constexpr):
     """Decode loaded rows to float32 [R, BD]."""
+    if SCALED:
+        scale = decoded_scale(scale, INT4)[:, None]
     if INT4:
         byte = codes.to(tl.int32)
         low = ((byte << 28) >> 28).to(tl.float32) * scale  # sign-extended
         values = tl.reshape(tl.join(low, ((byte << 24) >> 28).to(tl.float32) * scale), (codes.shape[0], BD))
-    else:
+    elif SCALED:
         values = widened(codes) * scale
+    else:
+        values = widened(codes)
     if HOT:
         values = tl.where(kept[:, None], high, values)
     return values
 
 
 @triton.jit
-def _load_items(index_ptr, start, end, U: tl.constexpr):
-    """Load the next U items of each bag, [G] each; 0 beyond its end."""
+def _load_items(at, left, U: tl.constexpr):
+    """Load the next U items of each bag, [G] each, from a pointer into it; 0 beyond the `left` ones."""
     items = ()
     for i in tl.static_range(U):
-        items = items + (tl.load(index_ptr + start + i, start + i < end, other=0),)  # noqa: RUF005
+        items = items + (tl.load(at + i, i < left, other=0),)  # noqa: RUF005
     return items
 
 
@@ -85,35 +100,42 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
           INT4: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, U: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     bag = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
     start = tl.load(offset_ptr + bag, bag < bags, other=0)
-    end = tl.load(offset_ptr + bag + 1, bag < bags, other=0)
+    length = (tl.load(offset_ptr + bag + 1, bag < bags, other=0) - start).to(tl.int32)
     total = tl.zeros((G, BD), tl.float32)
     lost = bag < 0
-    items = _load_items(index_ptr, start, end, U)
-    for turn in range(0, tl.max(end - start, 0), U):
+    at, left = index_ptr + start, length
+    items = _load_items(at, left, U)
+    for turn in range(0, tl.max(length, 0), U):
         codes, scales, kept = (), (), ()
         for i in tl.static_range(U):
             row = items[i].to(tl.int64)
-            there = start + turn + i < end
-            known = (row >= 0) & (row < N)
-            lost = lost | (there & (known == 0))
-            there = there & known
-            high = load_kept(slot_ptr, hot_ptr, row, there, D, HOT, BD)
-            low = there & (high[0] == 0)
+            there = i < left
+            known = row.to(tl.uint64) < tl.cast(N, tl.uint64)  # a negative row is a huge one
+            high = load_kept(slot_ptr, hot_ptr, row, there & known, D, HOT, BD)
+            low = there & known & (high[0] == 0)
             codes = codes + (load_codes(data_ptr, row, low, D, STRIDE, INT4, BD),)  # noqa: RUF005  Triton cannot unpack tuples here
-            scales = scales + (load_scales(scale_ptr, row, low, STEP, SCALED),)  # noqa: RUF005
+            scale = load_scales(scale_ptr, row, low, STEP, SCALED)
+            if SCALED:
+                scale = tl.where(there & (known == 0), _NAN_SCALE, scale)
+            else:
+                lost = lost | (there & (known == 0))
+            scales = scales + (scale,)  # noqa: RUF005
             kept = kept + high
-        items = _load_items(index_ptr, start + turn + U, end, U)  # of the next turn, while rows of this one arrive
+        at += U
+        items = _load_items(at, left - U, U)  # of the next turn, while rows of this one arrive
         for i in tl.static_range(U):
-            values = decoded(codes[i], scales[i], kept[2 * i], kept[2 * i + 1], HOT, INT4, BD)
+            values = decoded(codes[i], scales[i], kept[2 * i], kept[2 * i + 1], SCALED, HOT, INT4, BD)
             if WEIGHTED:
-                there = start + turn + i < end
-                values = values * tl.load(weight_ptr + start + turn + i, there, other=0.0).to(tl.float32)[:, None]
+                weight = tl.load(weight_ptr + start + turn + i, i < left, other=0.0)
+                values = values * weight.to(tl.float32)[:, None]
             total += values
+        left -= U
     if MEAN:
-        total = total / tl.maximum(end - start, 1).to(tl.float32)[:, None]
+        total = total / tl.maximum(length, 1).to(tl.float32)[:, None]
     column = tl.arange(0, BD)[None, :]
     inside = (bag < bags)[:, None] & (column < D)
-    total = tl.where(lost[:, None], float("nan"), total)
+    if not SCALED:
+        total = tl.where(lost[:, None], float("nan"), total)
     tl.store(out_ptr + bag[:, None] * D + column, total.to(out_ptr.dtype.element_ty), inside)
 
 
@@ -129,7 +151,7 @@ def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, out_ptr, L, N,
     kept, high = load_kept(slot_ptr, hot_ptr, row, there & known, D, HOT, BD)
     low = there & known & (kept == 0)
     scale = load_scales(scale_ptr, row, low, STEP, SCALED)
-    values = decoded(load_codes(data_ptr, row, low, D, STRIDE, INT4, BD), scale, kept, high, HOT, INT4, BD)
+    values = decoded(load_codes(data_ptr, row, low, D, STRIDE, INT4, BD), scale, kept, high, SCALED, HOT, INT4, BD)
     values = tl.where((there & (known == 0))[:, None], float("nan"), values)
     column = tl.arange(0, BD)[None, :]
     inside = there[:, None] & (column < D)

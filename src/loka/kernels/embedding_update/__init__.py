@@ -50,7 +50,9 @@ def embedding_update(
     bags = len(indices) if offsets is None else len(offsets) - 1
     if grad.shape != (bags, rows.width):
         raise ValueError(f"the gradient of this lookup must be [{bags}, {rows.width}], got {tuple(grad.shape)}")
-    if len(state) != len(rule.state(Rows(rows.data[:0], None if rows.scale is None else rows.scale[:0], rows.spec))):
+    if len(state) != len(
+        rule.state(Rows(rows.data[:0], None if rows.scale_code is None else rows.scale_code[:0], rows.spec))
+    ):
         raise ValueError(f"{rule.kind} needs another state than the {len(state)} tensors given; hint: rule.state(rows)")
     call = UpdateCall(rows.count, rows.width, bags, len(indices), rows.kind, rule.kind, rows.hot is not None)
     chosen = pick("embedding_update", backend, call, rows.data.device)

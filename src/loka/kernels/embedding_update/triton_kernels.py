@@ -20,7 +20,8 @@ from torch import Tensor
 
 from loka.formats import Draw
 from loka.formats.philox import GOLDEN, ROUNDS
-from loka.kernels.embedding_bag.rows import Rows
+from loka.kernels.embedding_bag.rows import BIAS, NAN_SCALE, Rows
+from loka.kernels.embedding_bag.triton_kernels import decoded_scale
 from loka.kernels.embedding_update.call import Rule
 from loka.kernels.op import on_device
 from loka.kernels.strides import cdiv, next_power_of_2
@@ -32,6 +33,7 @@ KINDS = {"float32": FLOAT, "bfloat16": BF16, "int8:row": INT8, "e4m3:row:pow2": 
 RULES = {"sgd": 0, "rowwise_adagrad": 1, "adam": 2}
 _ROUNDS, _GOLDEN = tl.constexpr(ROUNDS), tl.constexpr(GOLDEN)
 _BF16, _INT8, _E4M3 = tl.constexpr(BF16), tl.constexpr(INT8), tl.constexpr(E4M3)
+_BIAS, _NAN_SCALE = tl.constexpr(BIAS), tl.constexpr(NAN_SCALE)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -52,23 +54,34 @@ def random_bits(row, first_group, step, seed, BD: tl.constexpr):
 
 
 @triton.jit
-def round_up_to_power_of_two(x):
-    """Round a positive normal float32 up to a power of two."""
-    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+def largest_finite(size):
+    """Return the maximum of [G, BD] magnitudes over the finite ones; 0 if there are none.
+
+    The GPU's maximum skips NaN, and Inf x 0 makes NaN of Inf: one instruction per element for both.
+    """
+    if _INTERPRETED:
+        return tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+    else:
+        amax = tl.max(tl.fma(size, tl.zeros_like(size), size), 1)
+        return tl.where(amax >= 0, amax, 0.0)
 
 
 @triton.jit
-def fitted_scale(old, amax, KIND: tl.constexpr):
-    """Return the old scale if it fits, else a new one. See `reference.fit_scale`."""
+def fitted_scale(code, old, amax, KIND: tl.constexpr):
+    """Return the stored scale, whose value is `old`, if it fits, else a new one, int32. See `reference.fit_scale`."""
     LARGEST: tl.constexpr = 127.0 if KIND == _INT8 else 448.0
     LEAST: tl.constexpr = 0.5 if KIND == _INT8 else 0.125
-    ROOM: tl.constexpr = 1.0625 if KIND == _INT8 else 1.0
+    OFFSET: tl.constexpr = (127 - _BIAS) * 8
     largest = old * LARGEST
     fits = (amax <= largest) & ((amax >= largest * LEAST) | (amax == 0))
-    new = tl.maximum(divided(amax * ROOM, LARGEST), 1.1754943508222875e-38)
-    if KIND == _E4M3:
-        new = round_up_to_power_of_two(new)
-    return tl.where(fits, old, tl.where(amax > 0, new, 1.0))
+    new = tl.maximum(divided(amax, LARGEST), 1.1754943508222875e-38)
+    new = tl.where(amax > 0, new, 1.0).to(tl.int32, bitcast=True)
+    if KIND == _E4M3:  # up to a power of two
+        new = (new + 0x7FFFFF) >> 23 << 3
+    else:  # up to three mantissa bits
+        new = (new + 0xFFFFF) >> 20
+    new = tl.minimum(tl.maximum(new - OFFSET, 0), _NAN_SCALE)
+    return tl.where(fits, code.to(tl.int32), new)
 
 
 @triton.jit
@@ -84,51 +97,62 @@ def rounded_bf16(w, bits):
 
 
 @triton.jit
-def floor_above(x):
-    """Return 2^23 + floor(x) for 0 <= x < 2^23, whose low mantissa bits are the integer.
+def rounded_steps(x, one, STEP: tl.constexpr):
+    """Round 0 <= x <= 448 to steps of 1 (int8) or 2^-9 (E4M3), up if the noise is less than the fraction cut off.
 
-    An addition that rounds towards zero runs at eight times the rate of a floor.
+    `one` is 1 + noise. Returns the result plus 1.5 x 2^23 steps, so that its low mantissa bits count them.
+
+        floor(x) + (noise < x - floor(x)) = ceil(x - noise)        in steps
+
+    Two additions that round towards plus infinity: the first may be inexact, but never passes a whole number of steps;
+    of the second sum no smaller bits than steps are left.
     """
+    ABOVE: tl.constexpr = 12582912.0 * STEP
     if _INTERPRETED:
-        return tl.floor(x) + 8388608.0
+        steps = x / STEP
+        lower = tl.floor(steps)
+        return (lower + (one - 1.0 < steps - lower).to(tl.float32)) * STEP + ABOVE
     else:
-        return tl.inline_asm_elementwise(
-            "add.rz.f32 $0, $1, 0f4B000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        # -1.0 and 12582913.0, or -2^-9 and 24576 + 2^-9
+        ADD: tl.constexpr = (
+            "{ .reg .f32 t; fma.rp.f32 t, $2, 0fBF800000, $1; add.rp.f32 $0, t, 0f4B400001; }"
+            if STEP == 1.0
+            else "{ .reg .f32 t; fma.rp.f32 t, $2, 0fBB000000, $1; add.rp.f32 $0, t, 0f46C00001; }"
         )
+        return tl.inline_asm_elementwise(ADD, "=f,f,f", [x, one], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def noise_of(bits):
-    """Return bits x 2^-23 as float32 without a conversion, by making them the mantissa of a number in [1, 2)."""
-    return (bits | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+def above_one(bits):
+    """Return 1 + bits x 2^-23 as float32 without a conversion: they are its mantissa."""
+    return (bits | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rounded_int8(y, bits):
-    """Round |y| < 256 stochastically to int8 codes, saturating at 127.
+    """Round stochastically to int8 codes, saturating at 127.
 
     NaN and Inf give an arbitrary code; the row's scale is NaN then.
     """
-    above = floor_above(tl.abs(y))
-    up = noise_of(bits) < tl.abs(y) - (above - 8388608.0)
-    size = tl.minimum((above.to(tl.int32, bitcast=True) & 0xFF) + up.to(tl.int32), 127)
+    size = rounded_steps(tl.minimum(tl.abs(y), 127.0), above_one(bits), 1.0).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(y < 0, -size, size).to(tl.int8)
 
 
 @triton.jit
-def rounded_e4m3(y, finite, bits):
-    """Round stochastically to E4M3 values, held in float32, saturating; NaN where not finite.
+def rounded_e4m3(w, inv, bits):
+    """Round w x inv stochastically to E4M3 values, held in float32, saturating; NaN where w is NaN or Inf.
 
     A normal number is rounded up if its 20 dropped bits exceed 20 random bits. Below 2^-6 the grid has steps of 2^-9.
     """
+    y = w * inv
     magnitude = tl.minimum(tl.abs(y), 448.0)
     pattern = magnitude.to(tl.int32, bitcast=True) + (0xFFFFF - (bits >> 3))
     normal = (pattern & -1048576).to(tl.float32, bitcast=True)
-    steps = tl.minimum(magnitude, 0.015625) * 512.0
-    lower = floor_above(steps) - 8388608.0
-    small = (lower + (noise_of(bits) < steps - lower).to(tl.float32)) * 0.001953125
+    small = rounded_steps(magnitude, above_one(bits), 0.001953125) - 24576.0
     rounded = tl.where(magnitude < 0.015625, small, normal)
-    return tl.where(finite, tl.where(y < 0, -rounded, rounded), float("nan"))
+    rounded = tl.fma(w, tl.zeros_like(w), rounded)  # Inf x 0 is NaN
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -173,7 +197,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
         kept = (first & (slot >= 0))[:, None] & inside
     w = tl.load(data_ptr + at, low[:, None] & inside, other=0.0)
     if KIND >= _INT8:
-        scale = tl.load(scale_ptr + row * STEP, low, other=1.0)
+        code = tl.load(scale_ptr + row * STEP, low, other=0)
     if RULE == 1:
         h = tl.load(m_ptr + row, first, other=0.0)
 
@@ -188,6 +212,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
 
     w = widened(w)
     if KIND >= _INT8:
+        scale = decoded_scale(code, False)
         w = w * scale[:, None]
     if HOT:
         w = tl.where(kept, tl.load(hot_ptr + kept_at, kept, other=0.0), w)
@@ -217,13 +242,16 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
             size = tl.abs(tl.where(inside, w, 0.0))
             if KIND == _INT8:  # int8 has no NaN: the scale of a row with NaN or Inf becomes NaN
                 amax = tl.reduce(size, 1, larger)
-                new = tl.where(amax < float("inf"), fitted_scale(scale, amax, KIND), float("nan"))
-                tl.store(data_ptr + at, rounded_int8(w * inverse(new)[:, None], bits), written)
+                new = tl.where(amax < float("inf"), fitted_scale(code, scale, amax, KIND), _NAN_SCALE)
+                inv = inverse(decoded_scale(new, False))[:, None]
+                tl.store(data_ptr + at, rounded_int8(w * inv, bits), written)
             else:
-                finite = size < float("inf")
-                new = fitted_scale(scale, tl.max(tl.where(finite, size, 0.0), 1), KIND)
-                tl.store(data_ptr + at, to_e4m3(rounded_e4m3(w * inverse(new)[:, None], finite, bits)), written)
-            tl.store(scale_ptr + row * STEP, new, low)
+                amax = largest_finite(size)
+                new = fitted_scale(code, scale, amax, KIND)
+                # a power of two: the reciprocal has the opposite exponent
+                inv = (0x7F000000 - decoded_scale(new, False).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+                tl.store(data_ptr + at, to_e4m3(rounded_e4m3(w, inv[:, None], bits)), written)
+            tl.store(scale_ptr + row * STEP, new.to(tl.uint8), low)
 
 
 def tile_of(width: int) -> tuple[int, int, int]:
@@ -254,9 +282,9 @@ def update(
     first, second = (*state, None, None)[:2]
     c1, c2 = rule.corrections(draw.step)
     _update[(cdiv(items, g),)](
-        rows.data, rows.scale, rows.slot, rows.hot, ordered, source, factor, grad, first, second,
+        rows.data, rows.scale_code, rows.slot, rows.hot, ordered, source, factor, grad, first, second,
         items, rows.count, rule.lr, rule.eps, rule.beta1, rule.beta2, c1, c2,
         first_row, first_column // 8, draw.step, (draw.stream << 32) | draw.seed,
-        rows.width, rows.data.stride(0), 1 if rows.scale is None else rows.scale.stride(0), KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, factor is not None,
+        rows.width, rows.data.stride(0), 1 if rows.scale_code is None else rows.scale_code.stride(0), KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, factor is not None,
         2, g, columns, num_warps=warps,
     )  # fmt: skip

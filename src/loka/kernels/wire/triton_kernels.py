@@ -43,7 +43,7 @@ def _pack(x_ptr, out_ptr, n, first_block, step, seed, B: tl.constexpr, E5M2: tl.
         inv = inverse(scale)[:, None]
         if STOCHASTIC:
             bits = random_bits(block + first_block, 0, step, seed, B)
-            q = to_e4m3(rounded_e4m3(x * inv, tl.abs(x) < float("inf"), bits))
+            q = to_e4m3(rounded_e4m3(x, inv, bits))
         else:
             q = to_fp8(x, inv, x, E5M2, False, PREROUND)
         at = out_ptr + group * (PARTS * (S + B))
