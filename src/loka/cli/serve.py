@@ -113,7 +113,9 @@ def serve(
         events=events, admin_port=None if admin_port == -1 else 8001 if admin_port is None else admin_port, verbose=log == "all",
         limits=Limits() if body is None else Limits(body=1024 * body), fronts=fronts,
     )  # fmt: skip
-    if log != "none":
+    if log == "none":
+        logging.getLogger("loka.serving").addHandler(logging.NullHandler())  # else Python prints warnings by itself
+    else:
         log_to_stderr(logging.INFO if log == "all" else logging.WARNING)
     tell(server, json_)
     server.run()

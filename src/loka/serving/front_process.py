@@ -56,7 +56,7 @@ class Settings:
     shadow: bool
     experiment: bool
     memory: int
-    log_level: int | None  # None: the server's log goes nowhere in particular
+    log_level: int
     parent: int
 
 
@@ -279,8 +279,7 @@ class FrontProcess:
         if self._stop.is_set():
             return
         settings: Settings = self._told[0]["settings"]
-        if settings.log_level is not None:
-            log_to_stderr(settings.log_level)
+        log_to_stderr(settings.log_level)
         view = memoryview(mmap.mmap(self.memory, settings.memory))
         self.service = RemoteService(self._told[0], self._link, view)
         for told in self._told[1:]:

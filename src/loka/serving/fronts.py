@@ -311,7 +311,7 @@ class Fronts:
             shadow=service.shadow,
             experiment=service.events is not None,
             memory=max(MEMORY, 8 * limits.body),  # the arrays of a JSON body may have four times its size
-            log_level=None,
+            log_level=logging.WARNING,
             parent=os.getpid(),
         )
         self._processes: list[Process] = []
@@ -325,8 +325,7 @@ class Fronts:
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start one front for each listening socket; raises RuntimeError if one does not start."""
-        handlers = [h for h in log.handlers if not isinstance(h, logging.NullHandler)]
-        self.settings = replace(self.settings, log_level=log.getEffectiveLevel() if handlers else None)
+        self.settings = replace(self.settings, log_level=_find_level())
         self._processes = [Process(self, sock) for sock in sockets]
         self._told = self._look()
         await asyncio.gather(*(process.start() for process in self._processes))
@@ -369,6 +368,14 @@ class Fronts:
                 state = self.describe()
                 for process in self._processes:
                     process.tell(state)
+
+
+def _find_level() -> int:
+    """Return the level from which this process logs: warnings if nothing is configured, nothing if it is to be silent."""
+    handlers = [*log.handlers, *(logging.getLogger().handlers if log.propagate else [])]
+    if handlers and all(isinstance(handler, logging.NullHandler) for handler in handlers):
+        return logging.CRITICAL + 1
+    return log.getEffectiveLevel() if handlers else max(logging.WARNING, log.getEffectiveLevel())
 
 
 def bind_fronts(host: str, port: int, count: int) -> list[socket.socket]:
