@@ -15,7 +15,7 @@ from loka.inference import Bundle, EngineConfig, save_bundle
 from loka.models import build_ranker
 from loka.ptq import quantize
 from loka.records import BundleInfo, capture_environment
-from loka.serving import GenerativeModel, Job, RankingModel, save_ranker
+from loka.serving import GenerativeModel, Job, RankingModel, Reader, save_ranker
 from loka.serving.rank_bundle import load_ranker
 
 SCHEMA = Schema(
@@ -63,10 +63,24 @@ class Said(msgspec.Struct, kw_only=True):
         return self.number < 0
 
 
+class SleeperReader(Reader):
+    """The part of a Sleeper that front processes run."""
+
+    def __init__(self) -> None:
+        super().__init__(Ask, Said)
+
+    def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> Ask:
+        return Ask(number=int(tensors["number"][0]))
+
+    def to_tensors(self, answer: Said) -> dict[str, Any]:
+        return {"number": np.array([answer.number])}
+
+
 class Sleeper:
     """A Servable that takes as long as it is told, and answers with twice the number."""
 
     request_type = Ask
+    reader = SleeperReader()
 
     def __init__(self, cost: dict[tuple[int, int], float], name: str = "sleeper", version: str = "1") -> None:
         self.cost, self.name, self.version, self.captures = cost, name, version, 0
@@ -98,7 +112,7 @@ class Sleeper:
         return {"inputs": [{"name": "number", "datatype": "INT64", "shape": [1]}], "outputs": []}
 
     def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> Ask:
-        return Ask(number=int(tensors["number"][0]))
+        return self.reader.from_tensors(tensors, parameters)
 
     def to_tensors(self, answer: Said) -> dict[str, Any]:
-        return {"number": np.array([answer.number])}
+        return self.reader.to_tensors(answer)

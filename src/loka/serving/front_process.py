@@ -268,7 +268,7 @@ class FrontProcess:
         self.sock, self.memory, self.listening = sock, memory, listening
         self.service: RemoteService | None = None
         self._told: list[dict[str, Any]] = []
-        self.orphaned = False
+        self.orphaned = self.listens = False
 
     async def serve(self) -> None:
         """Serve until told to stop, or until the engine's process is gone."""
@@ -294,7 +294,8 @@ class FrontProcess:
         serving = loop.create_task(listener._serve([self.listening]))
         while not listener.started and not serving.done():
             await asyncio.sleep(0.002)
-        self._link.send(link.Listening())
+        self.listens = True
+        self._link.send(link.Listening(self.service.ready))
         await self._stop.wait()
         if self.orphaned:
             listener.config.timeout_graceful_shutdown = ORPHANED
@@ -325,6 +326,8 @@ class FrontProcess:
                 self._changed.set()
             else:
                 service.learn(told)
+                if self.listens:
+                    self._link.send(link.Listening(service.ready))
         elif service is not None:
             service.hear(frame)
 

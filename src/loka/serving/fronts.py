@@ -109,6 +109,7 @@ class Process:
         self.fronts, self.sock = fronts, sock
         self.child: subprocess.Popen[bytes] | None = None
         self.up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready = False  # whether the front knows that the models are
         self.link: link.Link | None = None
         self._view = memoryview(b"")
         self._pending: dict[int, Reply] = {}
@@ -237,6 +238,7 @@ class Process:
             self.answer(frame.id, link.Written(frame.id, new))
 
     def _ready(self, frame: link.Listening) -> None:
+        self.ready = frame.ready
         if not self.up.done():
             self.up.set_result(None)
 
@@ -244,7 +246,7 @@ class Process:
         """Forget a front that is gone: what it waited for leaves the queue. Start another."""
         if self.link is not made:
             return
-        self.link = None
+        self.link, self.ready = None, False
         waiting, self._pending = list(self._pending.values()), {}
         for reply in waiting:
             if reply.ticket is not None:
@@ -322,6 +324,11 @@ class Fronts:
     def pids(self) -> list[int]:
         """The process ids of the fronts."""
         return [process.child.pid for process in self._processes if process.child is not None]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every front accepts requests."""
+        return all(process.ready for process in self._processes)
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start one front for each listening socket; raises RuntimeError if one does not start."""

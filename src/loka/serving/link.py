@@ -72,7 +72,9 @@ class Outcome(msgspec.Struct, array_like=True, tag=5):
 
 
 class Listening(msgspec.Struct, array_like=True, tag=6):
-    """The front accepts connections."""
+    """The front accepts connections, and knows whether the models are ready."""
+
+    ready: bool
 
 
 class Answer(msgspec.Struct, array_like=True, tag=7):

@@ -124,7 +124,8 @@ class Server:
     @property
     def ready(self) -> bool:
         """Whether requests are accepted: every bucket is warm, and the port is open."""
-        return self._listening.is_set() and self.service.ready
+        opened = self._listening.is_set() and (self._fronts is None or self._fronts.ready)
+        return opened and self.service.ready
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; raises ValueError if a model cannot meet the SLA."""
