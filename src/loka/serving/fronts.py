@@ -12,6 +12,7 @@ process dies, the fronts end.
 """
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -113,6 +114,7 @@ class Process:
         self.link: link.Link | None = None
         self._view = memoryview(b"")
         self._pending: dict[int, Reply] = {}
+        self._gone = asyncio.Event()
         self._hearers: dict[type, Any] = {
             link.Submit: self._submit, link.Cancel: self._cancel, link.Sent: self._learn, link.Counted: self._count,
             link.Exposed: self._expose, link.Outcome: self._outcome, link.Listening: self._ready,
@@ -138,7 +140,7 @@ class Process:
         finally:
             theirs.close()
             os.close(memory)
-        self._pending = {}
+        self._pending, self._gone = {}, asyncio.Event()
         made = link.Link(link.TO_ENGINE, self._hear, lambda: self._lost(made))
         ours.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: made, sock=ours)
@@ -165,6 +167,8 @@ class Process:
                 await asyncio.to_thread(self.child.wait, seconds)
             except subprocess.TimeoutExpired:
                 self.kill()
+        with contextlib.suppress(TimeoutError):  # its last words are still in the socket
+            await asyncio.wait_for(self._gone.wait(), 1.0)
         if self.link is not None:
             self.link.close()
 
@@ -247,6 +251,7 @@ class Process:
         if self.link is not made:
             return
         self.link, self.ready = None, False
+        self._gone.set()
         waiting, self._pending = list(self._pending.values()), {}
         for reply in waiting:
             if reply.ticket is not None:
