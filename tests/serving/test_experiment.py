@@ -14,7 +14,7 @@ from loka.serving.experiment import EventLog
 from loka.serving.online import judge_experiment, read_events
 
 from .client import post
-from .small import Sleeper
+from .sleeper import Sleeper
 
 COST = {(1, 0): 0.001, (8, 0): 0.002}
 

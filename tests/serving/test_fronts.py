@@ -30,7 +30,8 @@ from loka.serving.servable import Sealed
 from loka.serving.telemetry import Telemetry
 
 from .client import call, dial, get, post, wait_for
-from .small import SCHEMA, Sleeper, make_ranker
+from .sleeper import Sleeper
+from .small import SCHEMA, make_ranker
 
 pytest.importorskip("uvicorn")
 COST = {(1, 0): 0.002, (4, 0): 0.004}
@@ -137,7 +138,8 @@ def test_a_front_that_dies_is_replaced_and_loses_only_its_own(caplog: pytest.Log
                 sock.sendall(ASK)
             scheduler = server.service.first.scheduler
             assert scheduler is not None
-            wait_for(lambda: len(scheduler) > 0)
+            wait_for(lambda: scheduler.running is not None)
+            time.sleep(0.1)  # all of them are there; the batch takes 0.7 s
             os.kill(before[0], signal.SIGKILL)
             found = [read_status(sock) for sock in sockets]
         finally:
@@ -157,7 +159,7 @@ def test_a_front_that_dies_is_replaced_and_loses_only_its_own(caplog: pytest.Log
 SCRIPT = """
     import sys
     sys.path[:0] = {path!r}
-    from serving.small import Sleeper
+    from serving.sleeper import Sleeper
     from loka.serving import Server
     import threading, time
     server = Server(Sleeper({{(4, 0): {seconds}}}), sla=60.0, port=0, fronts=2)

@@ -15,7 +15,8 @@ from loka.inference import EngineConfig
 from loka.serving import Servable, Server, open_model
 
 from .client import post
-from .small import Sleeper, make_generative, write_bundle
+from .sleeper import Sleeper
+from .small import make_generative, write_bundle
 
 pytest.importorskip("uvicorn")
 COST = {(1, 0): 0.002, (4, 0): 0.004}

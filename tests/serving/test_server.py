@@ -16,7 +16,8 @@ from loka.inference import EngineConfig, Recommender
 from loka.serving import Job, Limits, Server
 
 from .client import call, dial, get, post, wait_for
-from .small import SCHEMA, Sleeper, make_generative, make_ranker
+from .sleeper import Sleeper
+from .small import SCHEMA, make_generative, make_ranker
 
 pytest.importorskip("uvicorn")
 COST = {(1, 0): 0.002, (4, 0): 0.004}
