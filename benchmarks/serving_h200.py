@@ -2,7 +2,7 @@
 
     python benchmarks/serving_h200.py --part generative --contexts 512,3000 --out serving_generative.json
     python benchmarks/serving_h200.py --part generative --variants compiled --out serving_compiled.json --after serving_generative.json
-    python benchmarks/serving_h200.py --part ranker --fronts 6 --generators 4 --out serving_ranker.json
+    python benchmarks/serving_h200.py --part ranker --fronts 8 --generators 4 --out serving_ranker.json
     python benchmarks/serving_h200.py --part generative --out x.json --device cpu --size tiny --contexts 16,32 --beams 16 --batches 1,4 --slas 500,1000 --seconds 2     dry run
     python benchmarks/serving_h200.py --part ranker --out x.json --device cpu --size tiny --rows 64,256 --slas 500 --seconds 2 --no-compile --fronts 2 --generators 2   dry run
 

@@ -148,6 +148,7 @@ def test_a_front_that_dies_is_replaced_and_loses_only_its_own(caplog: pytest.Log
         assert set(found) == {b"200", b""}  # 24 connections that are all on one front: one chance in 8 million
         wait_for(lambda: server._fronts.ready)
         assert len(set(server._fronts.pids) - set(before)) == 1
+        model.cost[32, 0] = 0.01
         for n in range(12):
             assert post(server.url, {"number": n})[2]["number"] == 2 * n
         wait_for(lambda: len(scheduler) == 0 and scheduler.running is None)  # what nobody waits for left the queue
