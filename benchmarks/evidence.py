@@ -159,7 +159,7 @@ JOBS = (
     gpu("engine-quality", "onerec_quality", "onerec_quality.py --root {data} --out {out} --seconds 500", 600),
     gpu("engine-quality-wide", "onerec_wide", "onerec_quality.py --root {data} --out {out} --models wide --only ml-1m --seeds 0,1,2 --users 3000 --no-sensitivity --seconds 240", 300),
     gpu("serving-generative", "serving_generative", "serving_h200.py --part generative --contexts 512,3000 --out {out} --limit 300", 360),
-    gpu("serving-ranker", "serving_ranker", "serving_h200.py --part ranker --most 4000 --out {out} --limit 200", 240),
+    gpu("serving-ranker", "serving_ranker", "serving_h200.py --part ranker --fronts 8 --generators 4 --out {out} --limit 200", 240),
     gpu("quality", "quality", "quality.py --root {data} --out {out} --processes 8", 600),
     gpu("mods", "ablation", "ablation.py --root {data} --out {out} --seeds 8 --processes 8 --seconds 480", 600),
     gpu("mods-latency", "ablation_latency", "ablation_latency.py --out {out} --modes infer --seconds 120", 200),

@@ -2,19 +2,21 @@
 
     python benchmarks/serving_h200.py --part generative --contexts 512,3000 --out serving_generative.json
     python benchmarks/serving_h200.py --part generative --variants compiled --out serving_compiled.json --after serving_generative.json
-    python benchmarks/serving_h200.py --part ranker --out serving_ranker.json
+    python benchmarks/serving_h200.py --part ranker --fronts 8 --generators 4 --out serving_ranker.json
     python benchmarks/serving_h200.py --part generative --out x.json --device cpu --size tiny --contexts 16,32 --beams 16 --batches 1,4 --slas 500,1000 --seconds 2     dry run
-    python benchmarks/serving_h200.py --part ranker --out x.json --device cpu --size tiny --rows 64,256 --slas 500 --seconds 2 --no-compile                            dry run
+    python benchmarks/serving_h200.py --part ranker --out x.json --device cpu --size tiny --rows 64,256 --slas 500 --seconds 2 --no-compile --fronts 2 --generators 2   dry run
 
-Needs uvicorn (with click and h11) and msgspec beside torch. Weights are random with the statistics of trained ones: this is speed, not quality. The server runs in this process, the open-loop
-generator (loka.serving.load) in another. Every bucket is warmed and timed, answers over HTTP are compared with the engine's own in the same bucket, and only then is traffic sent, at --load times what
+Needs uvicorn (with click and h11) and msgspec beside torch. Weights are random with the statistics of trained ones: this is speed, not quality. The server runs in this process, its HTTP in --fronts others, the open-loop
+generator (loka.serving.load) in --generators more. Every bucket is warmed and timed, answers over HTTP are compared with the engine's own in the same bucket, and only then is traffic sent, at --load times what
 the scheduler's largest batch sustains (once more at 60 % of it where more than 5 % came late; the better of both is the row). The file is written again after every step, so that a run that is cut short loses the row it was at; when --limit seconds are over, what is left is named in
 `skipped`. `--after FILE` takes the rows of an earlier run into the ratios.
 
 One engine holds all contexts; a row's server sees the buckets of its context alone. Backends are those of the registry's order unless --tune names the variant: measuring every GEMM for every
 number of rows takes longer than all the traffic.
 
-    limited_by_most   the engine alone would take more than --most requests a second: the row is about the front, which is one process of Python
+The first --settle seconds of the traffic of a row are sent and not counted: fronts that have just started answer their first requests slowly.
+
+    limited_by_most   the engine alone would take more than --most requests a second: the row is about the front
     goodput       answers with status 200 within the SLA, a second; latency counts from when a request was due
     utilisation   share of the time of the traffic that the engine's thread was in a batch, from padding to the answers
 """
@@ -61,12 +63,15 @@ def main() -> int:
     parser.add_argument("--slas", default="50,100", help="milliseconds")
     parser.add_argument("--load", type=float, default=1.5, help="offered over what the scheduler can sustain")
     parser.add_argument(
-        "--most", type=float, default=1000.0, help="requests a second that one generator and one front are asked for"
+        "--most", type=float, default=1e5, help="requests a second that the generators and fronts are asked for"
     )
     parser.add_argument(
         "--seconds", type=float, help="of traffic per row: 3, or 1.5 for the ranker, which has more rows"
     )
-    parser.add_argument("--limit", type=float, help="seconds for all of it: 145, or 95 for the ranker")
+    parser.add_argument("--settle", type=float, help="seconds of traffic before them: 0, or 0.3 for the ranker")
+    parser.add_argument("--fronts", type=int, default=0, help="front processes of the server; 0: it speaks HTTP itself")
+    parser.add_argument("--generators", type=int, default=1, help="processes that send the traffic")
+    parser.add_argument("--limit", type=float, help="seconds for all of it: 145, or 110 for the ranker")
     parser.add_argument("--plan", type=Path, help="of the ranker's core, for its FP8; default: every chain of it")
     parser.add_argument("--no-compile", action="store_true", help="the ranker without torch.compile")
     parser.add_argument("--generate", help=argparse.SUPPRESS)
@@ -75,8 +80,9 @@ def main() -> int:
     if arguments.generate:
         generate(Path(arguments.generate), arguments.out)
         return 0
-    usual = (3.0, 145.0) if arguments.part == "generative" else (1.5, 95.0)
+    usual = (3.0, 145.0, 0.0) if arguments.part == "generative" else (1.5, 110.0, 0.3)
     arguments.seconds, arguments.limit = arguments.seconds or usual[0], arguments.limit or usual[1]
+    arguments.settle = usual[2] if arguments.settle is None else arguments.settle
     if arguments.worker:
         Ranking(arguments).work(arguments.worker)
         return 0
@@ -87,16 +93,17 @@ def main() -> int:
 
 
 def generate(asked: Path, out: Path) -> None:
-    """The generator's process: no torch in it."""
-    import asyncio
+    """The generator's process, which starts the others: no torch in it."""
+    from dataclasses import replace
 
     import msgspec
 
-    from loka.serving.load import Traffic, send, summarize
+    from loka.serving.load import Sent, Traffic, send_from, summarize
 
     settings = msgspec.msgpack.decode(asked.read_bytes())
     kind = "application/json" if settings["part"] == "generative" else "application/msgpack"
-    traffic = Traffic(rate=settings["rate"], seconds=settings["seconds"], sla=settings["sla"], seed=settings["seed"], kind=kind)  # fmt: skip
+    settle, seconds = settings["settle"], settings["seconds"]
+    traffic = Traffic(rate=settings["rate"], seconds=settle + seconds, sla=settings["sla"], seed=settings["seed"], kind=kind, connections=512 * settings["generators"])  # fmt: skip
     if settings["part"] == "generative":
         source = random.Random(settings["seed"])
         pool = []
@@ -107,8 +114,9 @@ def generate(asked: Path, out: Path) -> None:
             pool.append(msgspec.json.encode({"codes": base64.b64encode(codes).decode(), "top": settings["top"]}))
     else:
         pool = settings["bodies"]
-    sent = asyncio.run(send(settings["url"], traffic, lambda n, s: pool[n % len(pool)]))
-    found = summarize(settings["url"], settings["name"], traffic, sent)
+    sent = send_from(settings["generators"], settings["url"], traffic, lambda n, s: pool[n % len(pool)])
+    counted = [Sent(s.due - settle, s.left - settle, s.done - settle, s.code, s.said) for s in sent if s.due >= settle]
+    found = summarize(settings["url"], settings["name"], replace(traffic, seconds=seconds), counted)
     out.write_bytes(msgspec.json.encode(found))
 
 
@@ -165,7 +173,7 @@ class Bench:
         from loka.serving import Server
 
         row = {"variant": variant, "sla_ms": 1e3 * sla, **{k: v for k, v in settings.items() if k in ("context", "rows_a_request")}}  # fmt: skip
-        server = Server(model, sla=sla, port=0, limits=limits)
+        server = Server(model, sla=sla, port=0, limits=limits, fronts=self.a.fronts)
         try:
             with server.background(wait=60):
                 row |= self.measure(server, variant, sla, settings, units)
@@ -187,8 +195,8 @@ class Bench:
         about = {"cap": cap, "batch_ms": server.service.describe_runner(runner)["batch_ms"]}
         rate, tried = min(wanted, self.a.most), []
         for share in (1.0, 0.6):
-            tried.append(self.send(runner, {**settings, "part": self.part, "url": server.url, "name": variant, "rate": share * rate, "seconds": self.a.seconds, "sla": sla, "seed": 0}))  # fmt: skip
-            if (tried[-1]["late_share"] or 0.0) <= 0.05 or self.left() < self.a.seconds + 4:
+            tried.append(self.send(runner, {**settings, "part": self.part, "url": server.url, "name": variant, "rate": share * rate, "seconds": self.a.seconds, "settle": self.a.settle, "generators": self.a.generators, "sla": sla, "seed": 0}))  # fmt: skip
+            if (tried[-1]["late_share"] or 0.0) <= 0.05 or self.left() < self.a.seconds + self.a.settle + 4:
                 break
         best = max(tried, key=lambda found: found["goodput"])
         others = [{k: found[k] for k in ("offered_per_second", "goodput", "late_share")} for found in tried if found is not best]  # fmt: skip
@@ -201,7 +209,7 @@ class Bench:
         kept, asked = (self.a.out.with_suffix(f".{os.getpid()}.{name}") for name in ("load", "asked"))
         asked.write_bytes(msgspec.msgpack.encode(told))
         before = busy_of(runner)
-        subprocess.run([sys.executable, __file__, "--out", str(kept), "--generate", str(asked)], check=True, timeout=told["seconds"] + 40)  # fmt: skip
+        subprocess.run([sys.executable, __file__, "--out", str(kept), "--generate", str(asked)], check=True, timeout=told["seconds"] + told["settle"] + 40)  # fmt: skip
         busy, used, padding = (after - begun for after, begun in zip(busy_of(runner), before, strict=True))
         found = json.loads(kept.read_bytes())
         kept.unlink()
@@ -211,7 +219,7 @@ class Bench:
             "offered_per_second": round(told["rate"], 1), "goodput": round(found["goodput"], 1),
             "late_share": round(found["late"] / answered, 5) if answered else None,
             "codes": found["codes"], "latency_ms": found["latency_ms"], "shed_ms": found["shed_ms"], "send_lag_ms": found["send_lag_ms"],
-            "utilisation": round(min(1.0, busy / told["seconds"]), 3), "padding_share": round(padding / max(1, padding + used), 4),
+            "utilisation": round(min(1.0, busy / (told["seconds"] + told["settle"])), 3), "padding_share": round(padding / max(1, padding + used), 4),
         }  # fmt: skip
 
 
@@ -440,7 +448,7 @@ class Ranking(Bench):
                 for rows in sizes:
                     for variant, worker in ready.items():
                         told = {"sla": sla, "rows": rows}
-                        self.step(f"{variant} {rows} rows {1e3 * sla:g} ms", lambda w=worker, t=told: self.report["rows"].append(w.ask(t, self.left() + 5)), needs=self.a.seconds + 4)  # fmt: skip
+                        self.step(f"{variant} {rows} rows {1e3 * sla:g} ms", lambda w=worker, t=told: self.report["rows"].append(w.ask(t, self.left() + 5)), needs=self.a.seconds + self.a.settle + 4)  # fmt: skip
         finally:
             for worker in workers.values():
                 worker.end()
@@ -478,7 +486,7 @@ class Ranking(Bench):
     def limits(self) -> Any:
         from loka.serving import Limits
 
-        return Limits(body=64 * 2**20)
+        return Limits(body=64 * 2**20, connections=8192)
 
     def schema(self) -> Any:
         from loka.data.schema import Field, Schema

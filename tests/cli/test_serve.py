@@ -49,6 +49,8 @@ def test_requests_that_cannot_be_honoured(tmp_path: Path, capsys: pytest.Capture
     assert "neither bundle.json nor ranker.json" in fails(["serve", folder], capsys)
     assert "not a duration" in fails(["serve", folder, "--sla", "soon"], capsys)
     assert "--on ray" in fails(["serve", folder, "--replicas", "2"], capsys)
+    assert "every replica reads its own" in fails(["serve", folder, "--on", "ray", "--fronts", "4"], capsys)
+    assert "--fronts -1: expected a number" in fails(["serve", folder, "--fronts", "-1"], capsys)
     assert "expected local or ray" in fails(["serve", folder, "--on", "mars"], capsys)
     assert "expected all, errors or none" in fails(["serve", folder, "--log", "some"], capsys)
     assert "whole numbers" in fails(["serve", folder, "--rows", "a"], capsys)
@@ -61,7 +63,8 @@ def test_requests_that_cannot_be_honoured(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path, fronts: str) -> None:
     pytest.importorskip("uvicorn")
     import torch
 
@@ -86,6 +89,8 @@ def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path) -> Non
         "-1",
         "--rows",
         "8,32",
+        "--fronts",
+        fronts,
         "--json",
     ]
     server = subprocess.Popen(

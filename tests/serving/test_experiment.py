@@ -14,7 +14,7 @@ from loka.serving.experiment import EventLog
 from loka.serving.online import judge_experiment, read_events
 
 from .client import post
-from .small import Sleeper
+from .sleeper import Sleeper
 
 COST = {(1, 0): 0.001, (8, 0): 0.002}
 
@@ -35,11 +35,12 @@ def test_assignment_is_sticky_and_follows_the_shares() -> None:
             Split(*bad)
 
 
-def test_exposures_are_written_once_per_request_id(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_exposures_are_written_once_per_request_id(tmp_path: Path, fronts: int) -> None:
     pytest.importorskip("uvicorn")
     arms = {"a": Sleeper(COST, "a", "1"), "b": Sleeper(COST, "b", "2")}
     split = Split(("a", "b"), (50, 50), "test")
-    with Server(arms, sla=60.0, port=0, split=split, events=tmp_path).background() as server:
+    with Server(arms, sla=60.0, port=0, split=split, events=tmp_path, fronts=fronts).background() as server:
         assert post(server.url, {"number": 1})[2]["error"]["path"] == "$.user"
         for n in range(40):
             body = {"number": n, "user": f"u{n % 10}"}
@@ -64,10 +65,11 @@ def read_lines(folder: Path) -> list[dict]:
     return [json.loads(line) for path in folder.glob("events-*") for line in path.read_text().splitlines()]
 
 
-def test_shadow_mode_runs_both_and_shows_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_shadow_mode_runs_both_and_shows_one(tmp_path: Path, fronts: int) -> None:
     pytest.importorskip("uvicorn")
     arms = {"a": Sleeper(COST, "a", "1"), "b": Sleeper(COST, "b", "2")}
-    with Server(arms, sla=60.0, port=0, shadow=True, events=tmp_path).background() as server:
+    with Server(arms, sla=60.0, port=0, shadow=True, events=tmp_path, fronts=fronts).background() as server:
         for n in range(5):
             assert post(server.url, {"number": n, "user": "u"})[2]["version"] == "1"
         end = time.monotonic() + 30

@@ -12,7 +12,7 @@ import pytest
 from loka.serving import Server
 
 from .client import get, post
-from .small import Sleeper
+from .sleeper import Sleeper
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)

@@ -15,9 +15,9 @@ from loka.records import LoadTest, load, save
 from loka.report.render import render
 from loka.report.results import Results
 from loka.serving import Server
-from loka.serving.load import Sent, Traffic, describe, look, make_body, send, summarize
+from loka.serving.load import Sent, Traffic, describe, look, make_body, send, send_from, summarize
 
-from .small import Sleeper
+from .sleeper import Sleeper
 
 COST = {(1, 0): 0.002, (8, 0): 0.004}
 
@@ -116,6 +116,30 @@ def test_it_reads_what_the_server_serves_and_sends_it() -> None:
             asyncio.run(describe(server.url, "nobody"))
     with pytest.raises(ValueError, match="no answer"):
         asyncio.run(look(server.url))
+
+
+def test_several_processes_send_what_one_would() -> None:
+    """Every request of the schedule once, at its time, whichever process sends it; a failure of one is raised."""
+    pytest.importorskip("uvicorn")
+    traffic = Traffic(rate=80, seconds=1.0, sla=2.0, seed=3)
+    with Server(Sleeper(COST), sla=5.0, port=0).background() as server:
+        sent = send_from(3, server.url, traffic, lambda n, s: json.dumps({"number": n}).encode())
+        assert {one.code for one in sent} == {200}
+        answered = server.service.telemetry.counters["loka_requests_total"]
+        assert sum(answered.values()) == len(sent)
+    assert sorted(one.due for one in sent) == traffic.due()
+    assert min(one.left - one.due for one in sent) >= 0  # none before its time: the clocks agree
+    assert summarize("http://x", "m", traffic, sent).offered == len(traffic.due())
+
+    def broken(number: int, source: random.Random) -> bytes:
+        if number == 7:
+            raise ValueError("no body")
+        return b"{}"
+
+    with pytest.raises(ValueError, match="no body"):
+        send_from(3, "http://127.0.0.1:9", traffic, broken)
+    with pytest.raises(ValueError, match="processes=0"):
+        send_from(0, "http://127.0.0.1:9", traffic, broken)
 
 
 def test_random_requests_fit_what_was_described() -> None:

@@ -8,8 +8,8 @@ from loka.data.schema import Field, Schema
 from loka.models import build_ranker
 from loka.records import RankerInfo, capture_environment
 from loka.serving import FieldError, RankerBundle, RankingModel, RankRequest
+from loka.serving.rank_reader import find_best
 from loka.serving.rank_rows import Columns, RowReader, join
-from loka.serving.ranker import find_best
 
 SCHEMA = Schema(("price", "age"), (Field("user", 10), Field("item", 100)), (), ("click",))
 

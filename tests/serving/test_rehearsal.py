@@ -9,7 +9,7 @@ import pytest
 from loka.serving import rehearsal
 from loka.serving.rehearsal import Turns, rehearse
 
-from .small import Sleeper
+from .sleeper import Sleeper
 
 BUCKET = (1, 0)
 

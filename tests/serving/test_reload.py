@@ -15,7 +15,8 @@ from loka.inference import EngineConfig
 from loka.serving import Servable, Server, open_model
 
 from .client import post
-from .small import Sleeper, make_generative, write_bundle
+from .sleeper import Sleeper
+from .small import make_generative, write_bundle
 
 pytest.importorskip("uvicorn")
 COST = {(1, 0): 0.002, (4, 0): 0.004}
@@ -44,9 +45,10 @@ def wait_until(found: list, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_new_model_takes_over_between_batches_and_nobody_is_lost() -> None:
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_a_new_model_takes_over_between_batches_and_nobody_is_lost(fronts: int) -> None:
     with Server(
-        Sleeper(COST, version="old"), sla=60.0, port=0, admin_port=0, opener=open_sleeper
+        Sleeper(COST, version="old"), sla=60.0, port=0, admin_port=0, opener=open_sleeper, fronts=fronts
     ).background() as server:
         found: list[tuple[int, str]] = []
         stop = threading.Event()
@@ -114,13 +116,16 @@ def test_a_model_that_answers_nothing_or_too_slowly_is_refused() -> None:
         )
 
 
-def test_a_bundle_from_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_a_bundle_from_disk(tmp_path: Path, fronts: int) -> None:
     first, second = write_bundle(tmp_path / "a"), write_bundle(tmp_path / "b", seed=5)
 
     def open_one(folder: str) -> Servable:
         return open_model(folder, beams=8, batches=(1, 2))
 
-    with Server(open_one(str(first)), sla=60.0, port=0, admin_port=0, opener=open_one).background() as server:
+    with Server(
+        open_one(str(first)), sla=60.0, port=0, admin_port=0, opener=open_one, fronts=fronts
+    ).background() as server:
         before = post(server.url, {"history": [1, 2, 3], "top": 4})[2]
         (tmp_path / "c").mkdir()
         assert post(server.admin_url or "", {"folder": str(tmp_path / "c")}, path="/reload")[0] == 409

@@ -16,23 +16,30 @@ from loka.inference import EngineConfig, Recommender
 from loka.serving import Job, Limits, Server
 
 from .client import call, dial, get, post, wait_for
-from .small import SCHEMA, Sleeper, make_generative, make_ranker
+from .sleeper import Sleeper
+from .small import SCHEMA, make_generative, make_ranker
 
 pytest.importorskip("uvicorn")
 COST = {(1, 0): 0.002, (4, 0): 0.004}
 
 
+@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two fronts"])
+def fronts(request: pytest.FixtureRequest) -> int:
+    """How many processes speak HTTP: nothing that a client can see may depend on it."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def generative() -> Iterator[Server]:
+def generative(fronts: int) -> Iterator[Server]:
     config = EngineConfig(beams=8, requests=(1, 4), dtype="fp32", batch_invariant=True)
-    with Server(make_generative(config), sla=60.0, port=0, admin_port=0).background() as server:
+    with Server(make_generative(config), sla=60.0, port=0, admin_port=0, fronts=fronts).background() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def sleeper() -> Iterator[Server]:
+def sleeper(fronts: int) -> Iterator[Server]:
     limits = Limits(body=4096, body_seconds=0.3, header_seconds=0.3, header_bytes=2048, connections=20)
-    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, limits=limits).background() as server:
+    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, limits=limits, fronts=fronts).background() as server:
         yield server
 
 
@@ -217,9 +224,9 @@ def test_malformed_bodies_do_no_harm(sleeper: Server) -> None:
             file.read(size)
 
 
-def test_a_client_that_leaves_is_not_computed_for() -> None:
+def test_a_client_that_leaves_is_not_computed_for(fronts: int) -> None:
     model = Sleeper({(1, 0): 0.6})
-    with Server(model, sla=60.0, port=0).background() as server:
+    with Server(model, sla=60.0, port=0, fronts=fronts).background() as server:
         rehearsed = len(model.batches)
         sockets = [dial(server.url) for _ in range(5)]
         body = b'{"number": 1}'
@@ -235,8 +242,8 @@ def test_a_client_that_leaves_is_not_computed_for() -> None:
         assert len(model.batches) - rehearsed <= 2  # the one that ran, and at most the one that began meanwhile
 
 
-def test_a_busy_server_sheds_at_once_with_the_time_to_come_back() -> None:
-    with Server(Sleeper({(1, 0): 0.2}), sla=0.55, port=0).background() as server:
+def test_a_busy_server_sheds_at_once_with_the_time_to_come_back(fronts: int) -> None:
+    with Server(Sleeper({(1, 0): 0.2}), sla=0.55, port=0, fronts=fronts).background() as server:
         found: list[tuple[int, dict[str, str], float]] = []
 
         def ask() -> None:
@@ -258,9 +265,9 @@ def test_a_busy_server_sheds_at_once_with_the_time_to_come_back() -> None:
         )  # on a loaded machine all of them may have been shed
 
 
-def test_a_hung_engine_is_told_and_not_waited_for() -> None:
+def test_a_hung_engine_is_told_and_not_waited_for(fronts: int) -> None:
     model = Sleeper({(1, 0): 0.005})
-    with Server(model, sla=0.3, port=0, limits=Limits(grace=0.1)).background() as server:
+    with Server(model, sla=0.3, port=0, fronts=fronts, limits=Limits(grace=0.1)).background() as server:
         model.extra = 4.0
         status, headers, body = post(server.url, {"number": 1})
         assert server.service.first.scheduler.running is not None  # type: ignore[union-attr] # it hangs still
@@ -308,10 +315,10 @@ def test_an_answer_that_fails_when_it_is_taken_is_an_error_and_the_engine_goes_o
     assert "no answer" in caplog.text
 
 
-def test_tokens_are_asked_for_and_rotate(tmp_path: Path) -> None:
+def test_tokens_are_asked_for_and_rotate(tmp_path: Path, fronts: int) -> None:
     file = tmp_path / "tokens"
     file.write_text("# ours\nfirst-token-0123456789\n")
-    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, token_file=file).background() as server:
+    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, token_file=file, fronts=fronts).background() as server:
         assert post(server.url, {"number": 1})[0] == 401
         assert post(server.url, {"number": 1}, authorization="Bearer nope")[0] == 401
         assert post(server.url, {"number": 1}, authorization="Basic first-token-0123456789")[0] == 401
@@ -352,10 +359,10 @@ def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
             pass
 
 
-def test_stopping_answers_whoever_waits() -> None:
+def test_stopping_answers_whoever_waits(fronts: int) -> None:
     model = Sleeper({(1, 0): 0.1})
     found: list[int] = []
-    with Server(model, sla=60.0, port=0).background() as server:
+    with Server(model, sla=60.0, port=0, fronts=fronts).background() as server:
         threads = [threading.Thread(target=lambda: found.append(post(server.url, {"number": 1})[0])) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -368,6 +375,7 @@ def test_stopping_answers_whoever_waits() -> None:
 def test_it_is_warm_before_it_is_ready_and_captures_nothing_after(generative: Server) -> None:
     for n in (0, 3, 20):
         assert post(generative.url, {"history": list(range(1, n + 1))})[0] == 200
+    wait_for(lambda: b'code="200"' in get(generative.admin_url or "", "/metrics")[1])  # fronts tell what they counted
     metrics = get(generative.admin_url or "", "/metrics")[1].decode()
     assert 'loka_captures{model="tiny"} 1.0' in metrics  # batch-invariant: one bucket
     assert 'loka_captures_after_ready{model="tiny"} 0.0' in metrics
@@ -378,7 +386,7 @@ def test_it_is_warm_before_it_is_ready_and_captures_nothing_after(generative: Se
     assert families["loka_latency_seconds"].type == "histogram"
 
 
-def test_a_warming_server_is_alive_but_not_ready() -> None:
+def test_a_warming_server_is_alive_but_not_ready(fronts: int) -> None:
     asked = threading.Event()
 
     class Slow(Sleeper):
@@ -386,7 +394,7 @@ def test_a_warming_server_is_alive_but_not_ready() -> None:
             asked.wait(60)
             super().warm()
 
-    server = Server(Slow(COST), sla=60.0, port=0)
+    server = Server(Slow(COST), sla=60.0, port=0, fronts=fronts)
     held = server.background()
     thread = threading.Thread(target=held.__enter__, daemon=True)
     thread.start()
@@ -402,8 +410,8 @@ def test_a_warming_server_is_alive_but_not_ready() -> None:
     held.__exit__(None, None, None)
 
 
-def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path) -> None:
-    with Server(make_ranker(tmp_path), sla=60.0, port=0).background() as server:
+def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path, fronts: int) -> None:
+    with Server(make_ranker(tmp_path), sla=60.0, port=0, fronts=fronts).background() as server:
         features = {"age": 3, "price": [1.0, 2.5, 0.5], "user": 7, "item": [1, 2, 999], "seen": [4, 5, 6, 7, 8, 9]}
         status, _, all_rows = post(server.url, {"features": features})
         assert status == 200
@@ -438,7 +446,7 @@ def test_open_inference_protocol_by_hand(generative: Server) -> None:
     status, _, found = post(url, body, path="/v2/models/tiny/infer")
     assert status == 200
     assert get(url, "/v2/models/tiny")[0] == 200  # what follows an answer has happened when the next one is there
-    assert len(scheduler._sent) == 1  # how long it took to leave is learned on this path too
+    wait_for(lambda: len(scheduler._sent) == 1)  # how long it took to leave is learned on this path too
     outputs = {out["name"]: out for out in found["outputs"]}
     plain = post(url, {"history": [1, 2, 3], "top": 4})[2]
     assert outputs["items"]["data"] == plain["items"]

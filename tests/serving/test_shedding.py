@@ -12,7 +12,7 @@ from loka.serving.call import READ
 from loka.serving.front import Front
 
 from .client import dial, post, wait_for
-from .small import Sleeper
+from .sleeper import Sleeper
 
 pytest.importorskip("uvicorn")
 COST = {(1, 0): 0.002, (4, 0): 0.004}

@@ -3,6 +3,7 @@
     loka load http://127.0.0.1:8000 --model onerec --rate 100 --seconds 20 --sla 50ms
     loka load http://127.0.0.1:8000 --model onerec --rate 200 --seconds 20 --arrivals uniform --out load.json --report load.html
     loka load http://127.0.0.1:8000 --model ranker --rate 50 --seconds 10 --rows 512
+    loka load http://127.0.0.1:8000 --model ranker --rate 6000 --seconds 10 --processes 4
 
 Requests are sent on schedule and latency counts from the scheduled time, so a server that stalls cannot delay the load
 and hide the stall. Requests are random; their users are marked as simulated, and the server records that. Exit 1 if
@@ -39,6 +40,7 @@ def load(
     rows: Annotated[int, typer.Option(help="Rows of a random request to a ranker.")] = 100,
     users: Annotated[int, typer.Option(help="Number of simulated users.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and random requests.")] = 0,
+    processes: Annotated[int, typer.Option(help="Processes that send; one sends some 2,000 requests a second.")] = 1,
     token: Annotated[str | None, typer.Option(envvar="LOKA_TOKEN", help="Bearer token.")] = None,
     late: Annotated[float, typer.Option(help="Largest accepted share of late answers.")] = 0.01,
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
@@ -50,7 +52,7 @@ def load(
 
     from loka import records
     from loka.cli.serve import parse_seconds
-    from loka.serving.load import Traffic, describe, make_body, send, summarize
+    from loka.serving.load import Traffic, describe, make_body, send_from, summarize
 
     check_file("--out", out)
     check_file("--report", report)
@@ -60,11 +62,13 @@ def load(
         require_charts()
     if not 0 <= late <= 1:
         raise ValueError(f"--late {late:g}: expected a share from 0 to 1")
+    if processes < 1:
+        raise ValueError(f"--processes {processes}: expected at least 1")
     traffic = Traffic(rate=rate, seconds=seconds, sla=parse_seconds(sla), arrivals=arrivals, seed=seed)  # type: ignore[arg-type]
     given = None if requests is None else read_bodies(requests)
     about = asyncio.run(describe(url, model, token))
     body = given or make_body(about["inputs"], items=items, vocabulary=vocabulary, rows=rows, users=users)
-    sent = asyncio.run(send(url, traffic, body, token=token))
+    sent = send_from(processes, url, traffic, body, token=token)
     found = summarize(url, f"{model} {about['versions'][0]}", traffic, sent)
     if out is not None:
         records.save(found, out)

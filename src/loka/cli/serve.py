@@ -2,6 +2,7 @@
 
     loka serve runs/onerec --sla 50ms --port 8000                          a recommender of loka generate --train
     loka serve runs/ranker --sla 20ms --rows 256,1024                      a frozen ranker (loka.serving.save_ranker)
+    loka serve runs/ranker --sla 20ms --fronts 6                           thousands of small requests a second
     loka serve runs/onerec --host 0.0.0.0 --token-file tokens --sla 50ms   beyond localhost, which requires tokens
     loka serve runs/a runs/b --split 95,5 --salt autumn --events runs/ab   an experiment; see loka ab --online runs/ab
     loka serve runs/a runs/b --shadow --events runs/shadow                 b runs on the same requests, a answers
@@ -50,6 +51,7 @@ def serve(
     events: Annotated[Path | None, typer.Option(help="Folder for the experiment's events.")] = None,
     shadow: Annotated[bool, typer.Option("--shadow", help="Answer with the first model; run the second on the same requests and only record it.")] = False,
     on: Annotated[str, typer.Option(help="local: this process; ray: Ray Serve.")] = "local",
+    fronts: Annotated[int, typer.Option(help="Processes that speak HTTP and decode requests for the one that has the model; 0: it does that itself.")] = 0,
     replicas: Annotated[int, typer.Option(help="Number of processes, with --on ray.")] = 1,
     log: Annotated[str | None, typer.Option(help="JSON lines on stderr: all (every answer), errors (default) or none.")] = None,
     check: Annotated[str | None, typer.Option(help="Check the server at this URL instead of serving.")] = None,
@@ -70,6 +72,12 @@ def serve(
         raise ValueError(f"--on {on}: expected local or ray")
     if on == "local" and replicas != 1:
         raise ValueError(f"--replicas {replicas} needs --on ray; one process serves one replica")
+    if fronts < 0:
+        raise ValueError(f"--fronts {fronts}: expected a number of processes, or 0 for none")
+    if on == "ray" and fronts:
+        raise ValueError(
+            f"--fronts {fronts} is for a server on one machine: on Ray, HAProxy distributes requests and every replica reads its own; hint: --replicas"
+        )
     if body is not None and body < 1:
         raise ValueError(f"--body {body}: expected KiB, at least 1")
     options: dict[str, Any] = {
@@ -103,9 +111,11 @@ def serve(
     server = make_server(
         bundles, options, split=split, salt=salt, shadow=shadow, sla=parse_seconds(sla), host=host, port=port, token_file=token_file,
         events=events, admin_port=None if admin_port == -1 else 8001 if admin_port is None else admin_port, verbose=log == "all",
-        limits=Limits() if body is None else Limits(body=1024 * body),
+        limits=Limits() if body is None else Limits(body=1024 * body), fronts=fronts,
     )  # fmt: skip
-    if log != "none":
+    if log == "none":
+        logging.getLogger("loka.serving").addHandler(logging.NullHandler())  # else Python prints warnings by itself
+    else:
         log_to_stderr(logging.INFO if log == "all" else logging.WARNING)
     tell(server, json_)
     server.run()
@@ -142,7 +152,7 @@ def tell(server: Server, as_json: bool) -> None:
 
     def wait() -> None:
         begin = time.monotonic()
-        while not server.service.ready:
+        while not server.ready:
             if server.service.failed:
                 return
             time.sleep(0.02)

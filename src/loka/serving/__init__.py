@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from loka.serving.experiment import Split as Split
     from loka.serving.front import Front as Front
     from loka.serving.generative import GenerativeModel as GenerativeModel
-    from loka.serving.generative import Recommended as Recommended
-    from loka.serving.generative import RecommendRequest as RecommendRequest
     from loka.serving.opening import open_model as open_model
     from loka.serving.queues import Batch as Batch
     from loka.serving.queues import Entry as Entry
@@ -28,10 +26,13 @@ if TYPE_CHECKING:
     from loka.serving.rank_bundle import save_ranker as save_ranker
     from loka.serving.rank_rows import RankRequest as RankRequest
     from loka.serving.ranker import RankingModel as RankingModel
+    from loka.serving.recommend import Recommended as Recommended
+    from loka.serving.recommend import RecommendRequest as RecommendRequest
     from loka.serving.runner import Refused as Refused
     from loka.serving.scheduler import Scheduler as Scheduler
     from loka.serving.servable import FieldError as FieldError
     from loka.serving.servable import Job as Job
+    from loka.serving.servable import Reader as Reader
     from loka.serving.servable import Servable as Servable
     from loka.serving.server import Server as Server
     from loka.serving.service import Service as Service
@@ -41,15 +42,16 @@ _NAMES = {
     "call": ("Limits",),
     "experiment": ("EventLog", "Split"),
     "front": ("Front",),
-    "generative": ("GenerativeModel", "RecommendRequest", "Recommended"),
+    "generative": ("GenerativeModel",),
     "opening": ("open_model",),
     "queues": ("Batch", "Entry", "Policy", "Shed"),
     "rank_bundle": ("RankerBundle", "load_ranker", "save_ranker"),
     "rank_rows": ("RankRequest",),
     "ranker": ("RankingModel",),
+    "recommend": ("RecommendRequest", "Recommended"),
     "runner": ("Refused",),
     "scheduler": ("Scheduler",),
-    "servable": ("FieldError", "Job", "Servable"),
+    "servable": ("FieldError", "Job", "Reader", "Servable"),
     "server": ("Server",),
     "service": ("Service",),
     "times": ("BatchTimes",),

@@ -15,6 +15,7 @@ from loka.serving import wire
 from loka.serving.call import Call
 from loka.serving.front import Front
 from loka.serving.runner import Refused
+from loka.serving.service import Service
 
 
 class Reload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -26,6 +27,8 @@ class Reload(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Admin(Front):
     """The ASGI application of the admin port. If `guarded`, every request needs a token, not only reloads."""
+
+    service: Service
 
     def __init__(self, front: Front, *, guarded: bool = False) -> None:
         super().__init__(front.service, tokens=front.tokens, limits=front.limits, manage=False, verbose=front.verbose)

@@ -24,8 +24,8 @@ import msgspec
 from loka import __version__
 from loka.serving import v2, wire
 from loka.serving.call import DISCONNECT, READ, Call, Limits, Outcome, Receive, Scope, Send
-from loka.serving.runner import Refused, Runner, Ticket
-from loka.serving.service import Service
+from loka.serving.runner import Refused, Ticket
+from loka.serving.service import Arms, Service
 from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
@@ -49,7 +49,7 @@ class Front:
 
     def __init__(
         self,
-        service: Service,
+        service: Arms,
         *,
         tokens: Tokens | None = None,
         limits: Limits | None = None,
@@ -73,17 +73,19 @@ class Front:
 
     async def _handle_lifespan(self, receive: Receive, send: Send) -> None:
         starting: asyncio.Task[None] | None = None
+        service = self.service if self.manage else None
+        assert service is None or isinstance(service, Service)  # one in another process starts and stops there
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
-                if self.manage:
-                    starting = asyncio.create_task(self.service.start())
+                if service is not None:
+                    starting = asyncio.create_task(service.start())
                     starting.add_done_callback(lambda done: done.cancelled() or done.exception())
                 await send({"type": "lifespan.startup.complete"})
             else:
-                if self.manage:
-                    await self.service.drain(10 * self.service.policy.sla + 5)
-                    self.service.close()
+                if service is not None:
+                    await service.drain(10 * service.policy.sla + 5)
+                    service.close()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
@@ -158,12 +160,12 @@ class Front:
             self.service.telemetry.second()["shed"] += 1
             raise Refused(429, "lag", "the machine is overloaded", retry_after=waited)
 
-    async def _run(self, call: Call, request: Any, runner: Runner) -> tuple[Ticket, Any]:
+    async def _run(self, call: Call, request: Any, runner: Any) -> tuple[Ticket, Any]:
         call.model, service = runner.arm, self.service
         simulated = call.headers.get(b"x-loka-simulated") == b"1"
         expose = partial(service.expose, request, call.request_id, runner, simulated=simulated)
         try:
-            ticket = service.submit(request, runner, arrived=call.arrived)
+            ticket = service.submit(request, runner, arrived=call.arrived, request_id=call.request_id)
             answer = await self._wait(call, runner, ticket)
         except Refused:
             call.after = partial(expose, seconds=service.clock() - call.arrived, empty=True)
@@ -180,7 +182,7 @@ class Front:
         service.mirror(request, call.request_id, answer)
         return ticket, answer
 
-    async def _wait(self, call: Call, runner: Runner, ticket: Ticket) -> Any:
+    async def _wait(self, call: Call, runner: Any, ticket: Ticket) -> Any:
         """Wait for the answer. Cancel if the client disconnects; give up if the engine hangs."""
         assert ticket.entry is not None  # admitted
         watcher: asyncio.Future[Any] | None = None
@@ -207,7 +209,7 @@ class Front:
             if lost is not None:
                 lost.clear()  # the connection may stay open for long, and the ticket holds the model
 
-    async def _cancel_on_disconnect(self, call: Call, runner: Runner, ticket: Ticket) -> None:
+    async def _cancel_on_disconnect(self, call: Call, runner: Any, ticket: Ticket) -> None:
         while (await call.receive())["type"] != "http.disconnect":
             pass
         runner.cancel(ticket)
@@ -215,10 +217,8 @@ class Front:
     async def _outcome(self, call: Call) -> None:
         call.kind = wire.content_type(call.header(b"content-type"), call.header(b"content-encoding"))
         found = self._outcomes.decode(await self._read_body(call), call.kind)
-        if self.service.events is None:
-            raise Refused(404, "path", "no experiment is running, outcomes are not recorded")
         fields = {} if found.user is None else {"user": found.user}
-        new = self.service.events.write("outcome", found.request_id, name=found.name, value=found.value, **fields)
+        new = await self.service.write_outcome(found.request_id, {"name": found.name, "value": found.value, **fields})
         await self._send(call, 200, {"request_id": found.request_id, "written": new})
 
     async def _v2(self, call: Call, method: str, path: str) -> None:
@@ -241,7 +241,7 @@ class Front:
         else:
             raise Refused(404, "path", "GET /v2/models/NAME, GET .../ready, POST .../infer")
 
-    async def _infer(self, call: Call, runner: Runner) -> None:
+    async def _infer(self, call: Call, runner: Any) -> None:
         self._shed_if_lagging(call)
         body = await self._read_body(call)
         infer, request = v2.read(body, call.header(b"inference-header-content-length"), runner.model)

@@ -177,14 +177,16 @@ def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float
     return uvicorn.Server(config)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket, or raise ValueError saying what is wrong with the address."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bind a socket, or raise ValueError saying what is wrong with the address; several can bind a `shared` one."""
     if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
         raise ValueError(f"port {port}: expected 0 to 65535")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(*found[:3])  # with its protocol: asyncio sets TCP_NODELAY only if that is IPPROTO_TCP
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(found[4])
     except OSError as error:
         hint = "; hint: another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""

@@ -5,6 +5,9 @@ sending; this is coordinated omission. Here the schedule is drawn beforehand (Po
 is its own task, and latency counts from the scheduled time. So it includes any delay of the generator itself, which is
 also reported separately. Connections are reused; a new one is opened when all are busy.
 
+One process sends some 2,000 requests a second. `send_from` takes several, each of which sends its share of one schedule
+from the same start, so that all of them together send what one would.
+
 HTTP is written by hand, because a generator that shares two cores with the server must be cheap. Responses need a
 content length, which loka's server sends.
 """
@@ -13,10 +16,12 @@ import asyncio
 import bisect
 import json
 import math
+import multiprocessing
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -128,7 +133,16 @@ class _Client:
             writer.close()
 
 
-async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = None, extra: str = "") -> list[Sent]:
+async def send(
+    url: str,
+    traffic: Traffic,
+    body: Body,
+    *,
+    token: str | None = None,
+    extra: str = "",
+    share: tuple[int, int] = (0, 1),
+    start: Callable[[], float] = time.perf_counter,
+) -> list[Sent]:
     """Send the traffic and wait for every answer.
 
     Args:
@@ -137,15 +151,18 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
         body: body(number, random) returns the body of a request, in the traffic's content type.
         token: bearer token.
         extra: more header lines, each ending in CRLF.
+        share: (k, n): send only every n-th request, from the k-th.
+        start: called when the bodies are made; returns the time, by time.perf_counter, at which the schedule begins.
 
     Returns:
         Every request, in the order they completed.
     """
     client, source = _Client(url, token, traffic.connections, traffic.kind), random.Random(traffic.seed + 1)
     due, sent = traffic.due(), []
+    places = range(share[0], len(due), share[1])
     if not due:
         raise ValueError(f"no request is due within {traffic.seconds:g} s at {traffic.rate:g} per second; hint: a longer test, or a higher rate")  # fmt: skip
-    bodies = [body(n, source) for n in range(len(due))]  # made beforehand, because making them takes time
+    bodies = {n: body(n, source) for n in places}  # made beforehand, because making them takes time
 
     async def one(place: int, begin: float) -> None:
         left, said = time.perf_counter() - begin, b""
@@ -156,10 +173,10 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
             code = 0
         sent.append(Sent(due[place], left, time.perf_counter() - begin, code, b"" if code == 200 else said))
 
-    begin = time.perf_counter()
+    begin = start()
     tasks = set()
-    for place, at in enumerate(due):
-        wait = begin + at - time.perf_counter()
+    for place in places:
+        wait = begin + due[place] - time.perf_counter()
         if wait > 0:
             await asyncio.sleep(wait)
         task = asyncio.create_task(one(place, begin))
@@ -169,6 +186,68 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
         await asyncio.gather(*tasks)
     client.close()
     return sent
+
+
+def send_from(
+    processes: int, url: str, traffic: Traffic, body: Body, *, token: str | None = None, extra: str = ""
+) -> list[Sent]:
+    """Send the traffic from several processes, and wait for every answer.
+
+    Args:
+        processes: number of processes; each has its own connections, up to the traffic's number in all.
+        url, traffic, body, token, extra: as in `send`.
+
+    Returns:
+        Every request of all processes. Times count from the same start.
+
+    Example:
+        >>> send_from(4, "http://127.0.0.1:8000", Traffic(rate=6000, seconds=2, sla=0.05), body)   # doctest: +SKIP
+    """
+    if processes < 1:
+        raise ValueError(f"processes={processes}: expected at least one")
+    if processes == 1:
+        return asyncio.run(send(url, traffic, body, token=token, extra=extra))
+    context = multiprocessing.get_context("fork")  # bodies are made by a function, which cannot be pickled
+    begin = context.Value("d", 0.0)
+
+    def set_begin() -> None:
+        begin.value = time.perf_counter() + 0.02  # the same clock in all processes
+
+    ready = context.Barrier(processes, set_begin)
+
+    def start() -> float:
+        ready.wait(120)
+        return float(begin.value)
+
+    def work(place: int, out: Any) -> None:
+        try:
+            found: Any = asyncio.run(
+                send(url, own, body, token=token, extra=extra, share=(place, processes), start=start)
+            )
+        except Exception as error:  # raised by the process that started this one
+            ready.abort()
+            found = error
+        out.send(found)
+
+    own = replace(traffic, connections=max(1, traffic.connections // processes))
+    pipes = [context.Pipe(duplex=False) for _ in range(processes)]
+    children = [context.Process(target=work, args=(k, pipe[1]), daemon=True) for k, pipe in enumerate(pipes)]
+    for child in children:
+        child.start()
+    for _, end in pipes:
+        end.close()  # so that a process that died ends its pipe
+    found: list[Any] = []
+    for pipe, _ in pipes:
+        try:
+            found.append(pipe.recv())
+        except EOFError:
+            found.append(RuntimeError("a process of the load generator ended before it had sent its share"))
+    for child in children:
+        child.join()
+    errors = [one for one in found if isinstance(one, Exception)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):  # others' last
+        raise error
+    return [one for part in found for one in part]
 
 
 def summarize(url: str, model: str, traffic: Traffic, sent: Sequence[Sent], *, notes: Sequence[str] = ()) -> LoadTest:

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from loka.data.schema import Schema
 from loka.serving.servable import FieldError, Job
+
+if TYPE_CHECKING:
+    from loka.data.schema import Schema  # its room imports torch, which front processes do without
 
 MOST_VALUES = 1_000_000
 Column = (
@@ -105,12 +107,12 @@ def join(parts: Sequence[Columns]) -> Columns:
 class RowReader:
     """Read requests of one schema, of at most `most` rows."""
 
-    def __init__(self, schema: Schema, most: int) -> None:
-        self.schema, self.most = schema, most
+    def __init__(self, schema: "Schema", most: int) -> None:
+        self.most, self.dense, self.labels = most, tuple(schema.dense), tuple(schema.labels)
         self.limits = np.array([f.cardinality for f in schema.categorical], dtype=np.int64)
-        self._ids = [f.name for f in schema.categorical]
-        self._sequences = {s.name for s in schema.sequences}
-        self._names = {*schema.dense, *self._ids, *self._sequences}
+        self.sequences = {s.name: (s.cardinality, s.max_length) for s in schema.sequences}
+        self.ids = [f.name for f in schema.categorical]
+        self._names = {*self.dense, *self.ids, *self.sequences}
 
     def read(self, request: RankRequest) -> Job:
         """Convert columns to arrays; an invalid field raises FieldError with its path."""
@@ -122,10 +124,10 @@ class RowReader:
             raise FieldError("$.features", f"{n} rows, a request may have {self.most}")
         if request.ids is not None and len(request.ids) != n:
             raise FieldError("$.ids", f"{len(request.ids)} ids for {n} rows")
-        if request.label is not None and request.label not in self.schema.labels:
-            raise FieldError("$.label", f"{request.label!r}; the labels are {', '.join(self.schema.labels)}")
-        dense = _read_columns(request.features, self.schema.dense, n, np.float32)
-        ids = _read_columns(request.features, self._ids, n, np.int64)
+        if request.label is not None and request.label not in self.labels:
+            raise FieldError("$.label", f"{request.label!r}; the labels are {', '.join(self.labels)}")
+        dense = _read_columns(request.features, self.dense, n, np.float32)
+        ids = _read_columns(request.features, self.ids, n, np.int64)
         strange = self._zero_unknown(ids, n)
         sequences, cut, unknown = self._read_sequences(request, n)
         return Job(request, n, 0, Rows(n, dense, ids, sequences, strange + unknown, cut))
@@ -135,10 +137,10 @@ class RowReader:
         shared = np.ones(len(ids.same), bool)
         shared[ids.places] = False
         for place in np.nonzero((ids.same < 0) & shared)[0]:
-            raise FieldError(f"$.features.{self._ids[place]}[0]", f"{ids.same[place]} is negative")
+            raise FieldError(f"$.features.{self.ids[place]}[0]", f"{ids.same[place]} is negative")
         if ids.varying.min(initial=0) < 0:  # a look for the place takes ten times as long
             column, row = (int(found[0]) for found in np.nonzero((ids.varying < 0).T))
-            name = self._ids[ids.places[column]]
+            name = self.ids[ids.places[column]]
             raise FieldError(f"$.features.{name}[{row}]", f"{ids.varying[row, column]} is negative")
         beyond, strange = (ids.same >= self.limits) & shared, ids.varying >= self.limits[ids.places]
         ids.same[beyond] = 0
@@ -152,13 +154,13 @@ class RowReader:
         for name, value in request.features.items():
             if type(value) is int or type(value) is float:  # most columns
                 continue
-            if name in self._sequences:
+            if name in self.sequences:
                 if isinstance(value, list) and value and isinstance(value[0], list):
                     counts[name] = len(value)
             elif isinstance(value, list):
                 counts[name] = len(value)
             elif isinstance(value, bytes):
-                counts[name] = len(value) // (4 if name in self.schema.dense else 8)
+                counts[name] = len(value) // (4 if name in self.dense else 8)
         if len(set(counts.values())) > 1:
             first, *rest = counts.items()
             other = next(pair for pair in rest if pair[1] != first[1])
@@ -170,20 +172,20 @@ class RowReader:
 
     def _read_sequences(self, request: RankRequest, n: int) -> tuple[dict[str, list[NDArray[np.int64]]], int, int]:
         out, cut, unknown = {}, 0, 0
-        for field in self.schema.sequences:
-            value, path = request.features[field.name], f"$.features.{field.name}"
+        for name, (cardinality, longest) in self.sequences.items():
+            value, path = request.features[name], f"$.features.{name}"
             if not isinstance(value, list):
                 raise FieldError(path, "a sequence column is a list of ids, or a list of such lists")
             shared = not value or not isinstance(value[0], list)
             rows = [value] * n if shared else value
             arrays = [_ids(row, f"{path}[{i}]") for i, row in enumerate(rows[:1] if shared else rows)]
             for place, array in enumerate(arrays):
-                cut += max(0, len(array) - field.max_length)
-                array = array[-field.max_length :]
-                strange = array >= field.cardinality
+                cut += max(0, len(array) - longest)
+                array = array[-longest:]
+                strange = array >= cardinality
                 unknown += int(strange.sum())
                 arrays[place] = np.where(strange, 0, array)
-            out[field.name] = arrays * n if shared else arrays
+            out[name] = arrays * n if shared else arrays
         return out, cut, unknown
 
 

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,8 +23,9 @@ from torch import Tensor
 from loka.data.batch import Batch, Jagged
 from loka.measure.capturing import capturing
 from loka.serving.rank_bundle import RankerBundle
-from loka.serving.rank_rows import Columns, Ranked, RankRequest, RowReader, Rows, join
-from loka.serving.servable import FieldError, Job
+from loka.serving.rank_reader import RankReader
+from loka.serving.rank_rows import Columns, Ranked, RankRequest, Rows, join
+from loka.serving.servable import Job
 from loka.serving.staging import Staging
 from loka.serving.times import Bucket
 
@@ -91,8 +91,8 @@ class RankingModel:
         self.captures = 0
         self._made: dict[int, _Prepared] = {}
         self._staging = Staging(self.device)
-        self._reader = RowReader(self.schema, self.rows[-1])
-        self._limits = self._reader.limits
+        self.reader = RankReader(self.schema, self.rows[-1])
+        self._limits = self.reader.rows.limits
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -125,9 +125,9 @@ class RankingModel:
 
     def read(self, request: RankRequest) -> Job:
         """Convert columns to arrays; an invalid field raises FieldError with its path."""
-        return self._reader.read(request)
+        return self.reader.rows.read(request)
 
-    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> Iterator[Ranked]:
+    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> Iterator[Ranked | NDArray[np.float32]]:
         """Score the rows of all jobs together. The best of a job are sorted out when its answer is taken."""
         rows, _ = bucket
         scores = self.score(rows, [job.data for job in jobs])
@@ -208,16 +208,10 @@ class RankingModel:
             scores = self._call_linked(static)
         return _Prepared(static, graph, scores)
 
-    def _finish(self, job: Job, scores: NDArray[np.float32]) -> Ranked:
-        request, labels = job.request, self.schema.labels
-        rows = ids = None
-        if request.top is not None:
-            column = labels.index(request.label) if request.label else 0
-            best = find_best(scores[:, column], request.top)
-            scores, rows = scores[best], best.tolist()
-            ids = None if request.ids is None else [request.ids[i] for i in rows]
-        values = {label: scores[:, i].tolist() for i, label in enumerate(labels)}
-        return Ranked(scores=values, rows=rows, ids=ids, unknown=job.data.unknown, cut=job.data.cut)
+    def _finish(self, job: Job, scores: NDArray[np.float32]) -> Ranked | NDArray[np.float32]:
+        if job.raw:  # a front sorts out the best
+            return scores
+        return self.reader.answer(job.request, scores, unknown=job.data.unknown, cut=job.data.cut)
 
     def describe(self) -> dict[str, Any]:
         """Return inputs and outputs for the Open Inference Protocol: one tensor per column in, one per label out."""
@@ -230,43 +224,12 @@ class RankingModel:
         }
 
     def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> RankRequest:
-        """Make a request of one array [rows] per column, or [rows, length] for sequences.
-
-        `parameters` are the other fields of the request.
-        """
-        sequences = {s.name for s in self.schema.sequences}
-        features: dict[str, Any] = {}
-        for name, array in tensors.items():
-            if name in sequences:
-                features[name] = array.tolist()
-                continue
-            kind = "<f4" if name in self.schema.dense else "<i8"
-            if array.size != array.shape[0]:
-                raise FieldError(f"$.inputs.{name}", f"shape {list(array.shape)}; expected one value per row")
-            features[name] = array.reshape(-1).astype(kind).tobytes()
-        return msgspec.convert({"features": features, **parameters}, RankRequest)
+        """Make a request of one array [rows] per column, or [rows, length] for sequences."""
+        return self.reader.from_tensors(tensors, parameters)
 
     def to_tensors(self, answer: Ranked) -> dict[str, Any]:
         """Return scores by label as arrays, and the row numbers if only the best were requested."""
-        out: dict[str, Any] = {label: np.array(values, dtype=np.float32) for label, values in answer.scores.items()}
-        if answer.rows is not None:
-            out["rows"] = np.array(answer.rows, dtype=np.int64)
-        return out
-
-
-def find_best(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Return the rows of the highest scores, best first; of equal scores the earlier row first, and NaN last.
-
-    The same as the first `count` of a stable sort, in less than half the time; the event loop waits meanwhile.
-    """
-    if count >= len(scores):
-        return np.argsort(-scores, kind="stable")
-    least = -np.partition(-scores, count - 1)[count - 1]
-    if np.isnan(least):
-        return np.argsort(-scores, kind="stable")[:count]
-    above, equal = np.flatnonzero(scores > least), np.flatnonzero(scores == least)
-    best = np.concatenate([above, equal[: count - len(above)]])
-    return best[np.argsort(-scores[best], kind="stable")]
+        return self.reader.to_tensors(answer)
 
 
 def _jagged(rows: Sequence[NDArray[np.int64]], device: torch.device) -> Jagged:

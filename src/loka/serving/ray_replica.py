@@ -13,6 +13,7 @@ from loka.serving.call import Receive, Scope, Send
 from loka.serving.front import Front
 from loka.serving.listener import make_protocol
 from loka.serving.server import SWITCH, log_to_stderr
+from loka.serving.service import Service
 
 if TYPE_CHECKING:
     from loka.serving.ray_app import Settings
@@ -29,7 +30,10 @@ class Replica:
             log_to_stderr(logging.INFO if settings.log == "all" else logging.WARNING)
         self.settings, self.generation, self.name = settings, -1, secrets.token_hex(8)
         self.front = await asyncio.to_thread(settings.open)
-        await self.front.service.start()
+        service = self.front.service
+        assert isinstance(service, Service)
+        self.service = service
+        await service.start()
         shorten(self.front)
 
     def __serve_build_asgi_app__(self) -> Front:
@@ -38,7 +42,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raise if an engine hangs or failed to start; Ray then replaces this replica."""
-        if not self.front.service.alive:
+        if not self.service.alive:
             raise RuntimeError("the engine hangs or could not be started")
 
     async def reconfigure(self, config: dict[str, Any]) -> None:
@@ -54,7 +58,7 @@ class Replica:
     async def reload(self, name: str) -> None:
         """Reload the folders if `name` is this replica. A bad bundle is logged, and the old model stays."""
         if name == self.name:
-            await self.front.service.reload_all(self.settings.folders)
+            await self.service.reload_all(self.settings.folders)
 
 
 def reload_replicas(handle: Any, replicas: int, *, stop: Callable[[], bool] = lambda: False) -> None:

@@ -8,18 +8,19 @@ new model and keep their deadlines.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from loka.serving.queues import Batch, Entry, Policy, Shed
 from loka.serving.rehearsal import Turns, check_promise, rehearse
 from loka.serving.scheduler import Scheduler
-from loka.serving.servable import Job, Servable
+from loka.serving.servable import Job, Sealed, Servable, unseal
 from loka.serving.telemetry import LATENCIES, SIZES, Telemetry
 
 log = logging.getLogger("loka.serving")
@@ -50,11 +51,31 @@ class Refused(Exception):  # noqa: N818 - an answer, not a failure
         self.retry_after, self.path = retry_after, path
 
 
+class Waiting(Protocol):
+    """Whoever waits for an answer: an asyncio.Future, or a front in another process."""
+
+    def done(self) -> bool:
+        """Return True if there is an answer already."""
+        ...
+
+    def set_result(self, answer: Any, /) -> None:
+        """Take the model's answer."""
+        ...
+
+    def set_exception(self, error: BaseException, /) -> None:
+        """Take the reason why there is none."""
+        ...
+
+    def cancel(self) -> bool:
+        """Stop waiting."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
     """A submitted request. Its future resolves to the model's answer, or raises Refused."""
 
-    future: "asyncio.Future[Any]"
+    future: Any  # Waiting; in the process that answers the client, an asyncio.Future
     job: Job
     entry: Entry | None = None
     model: Servable | None = None
@@ -80,6 +101,7 @@ class Runner:
         self.recorded: deque[Any] = deque(maxlen=RECORDED)
         self.scheduler: Scheduler | None = None
         self.captured = 0  # captures of the model when it became ready
+        self.generation = 0  # how often the model was replaced
         self.turn = threading.Lock()  # held while a batch runs
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,6 +123,7 @@ class Runner:
         except BaseException as failure:  # raised in `start`
             self._call_in_loop(_settle, warm, None, failure)
             return
+        settle_heap()
         self.captured, self.scheduler = self.model.captures, scheduler
         self._call_in_loop(_settle, warm, None, None)
         while self._run_next():
@@ -171,16 +194,33 @@ class Runner:
         """The number of shapes prepared after the model was ready. If not zero, warming missed some."""
         return self.model.captures - self.captured if self.scheduler is not None else 0
 
-    def submit(self, request: Any, *, arrived: float) -> Ticket:
-        """Queue a decoded request. Raises Refused if it is not admitted, FieldError if it does not fit the model."""
+    def submit(
+        self,
+        request: Any,
+        *,
+        arrived: float,
+        read: tuple[Servable, Job] | None = None,
+        future: Waiting | None = None,
+    ) -> Ticket:
+        """Queue a decoded request. Raises Refused if it is not admitted, FieldError if it does not fit the model.
+
+        Args:
+            request: the request, or what a front sealed of it.
+            arrived: when it arrived, on this runner's clock.
+            read: the job that a front made of it, and the model for which it did; default: the model reads it here.
+            future: whoever waits for the answer; default: a future of this event loop.
+        """
         if self.scheduler is None:
             raise Refused(503, "warming", "the model is warming up", retry_after=1.0)
         if self._closing:
             raise Refused(503, "draining", "the server is shutting down", retry_after=1.0)
-        job = self.model.read(request)
+        model = self.model
+        model, job = read or (model, model.read(request))
         timeout = self.policy.sla if request.timeout_ms is None else min(self.policy.sla, request.timeout_ms / 1e3)
-        ticket = Ticket(asyncio.get_running_loop().create_future(), job, model=self.model)
+        ticket = Ticket(future or asyncio.get_running_loop().create_future(), job, model=model)
         with self._changed:
+            if model is not self.model:  # replaced since it was read
+                ticket.model, ticket.job = self.model, (job := self.model.read(unseal(request)))
             now, deadline = self.clock(), arrived + timeout
             found = self.scheduler.offer(ticket, now=now, units=job.units, length=job.length, deadline=deadline)
             if isinstance(found, Entry):
@@ -197,7 +237,7 @@ class Runner:
             raise Refused(429, found.reason, words[found.reason], retry_after=found.retry_after)
         self._seen += 1
         if self._seen % 16 == 1:
-            self.recorded.append(request)
+            self.recorded.append(request.keep() if isinstance(request, Sealed) else request)
         return ticket
 
     def sent(self, ticket: Ticket) -> None:
@@ -264,11 +304,12 @@ class Runner:
         assert self.scheduler is not None
         model, scheduler, placed = self._next
         self._next, waiting = None, self.scheduler.waiting()
+        self.generation += 1  # first: who reads the model and then this number must not take the new one for the old
         self.model, self.scheduler, self.captured = model, scheduler, model.captures
         for entry in waiting:
             ticket = entry.job
             try:
-                ticket.job = model.read(ticket.job.request)
+                ticket.job = model.read(unseal(ticket.job.request))
             except ValueError as error:
                 told = f"the model was replaced, and the new one cannot read this: {error}"
                 self._call_in_loop(_refuse, ticket, 503, "reloaded", told)
@@ -295,6 +336,16 @@ class Runner:
         with self._changed:
             self._closing = self._stopped = True
             self._changed.notify()
+
+
+def settle_heap() -> None:
+    """Collect garbage, and exempt all that is left, weights and caches that stay, from later collections.
+
+    Called before the model is ready: over the heap of a compiled model one collection stops every thread for tenths of a
+    second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:

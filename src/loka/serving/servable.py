@@ -4,12 +4,15 @@
     run     run jobs in a bucket; return one answer each, in order
     warm    prepare every bucket; afterwards `captures` must not grow
 
-A server calls `read` in its event loop, so it must be fast, and `run` in the model's own thread.
+A server calls `read` in its event loop, so it must be fast, and `run` in the model's own thread. With front processes
+(`Server(..., fronts=4)`) the model also needs an attribute `reader`, its part that runs there.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import msgspec
 
 from loka.serving.times import Bucket
 
@@ -40,6 +43,7 @@ class Job:
         units: its size in a batch: 1 for a generative model, its rows for a ranker.
         length: its context length; 0 for a ranker.
         data: the model's own representation of it.
+        raw: return its answer as one array, which `Reader.finish` turns into the answer in the front process.
 
     Example:
         >>> Job(None, units=3, length=0, data=None).units
@@ -50,6 +54,88 @@ class Job:
     units: int
     length: int
     data: Any
+    raw: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A request that a front has read: its MessagePack, which is decoded only if another model must read it.
+
+    Args:
+        data: the MessagePack.
+        kind: the type of the request.
+        timeout_ms: its field of that name.
+
+    Example:
+        >>> Sealed(b"\x81\xa7history\x90", dict).open()
+        {'history': []}
+    """
+
+    data: bytes | memoryview
+    kind: type
+    timeout_ms: float | None = None
+
+    def open(self) -> Any:
+        """Return the request."""
+        return msgspec.msgpack.decode(self.data, type=self.kind)
+
+    def keep(self) -> "Sealed":
+        """Return a copy that does not refer to the front's memory."""
+        return replace(self, data=bytes(self.data))
+
+
+def unseal(request: Any) -> Any:
+    """Return a request that is not sealed."""
+    return request.open() if isinstance(request, Sealed) else request
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A request that was read in a front, as it travels to the engine: its size in a batch, numbers and arrays."""
+
+    units: int
+    length: int
+    facts: list[int]
+    arrays: list[Any]
+
+
+class Reader:
+    """The part of a model that runs in front processes: small, picklable, and without torch.
+
+    As it is, requests travel to the engine's process as MessagePack and are read there, and so do answers on their way
+    back. A subclass that packs requests as arrays spares the engine's process that work.
+
+    Args:
+        request_type: the msgspec struct of a request.
+        answer_type: the msgspec struct of an answer.
+
+    Example:
+        >>> Reader(RecommendRequest, Recommended).pack(RecommendRequest(history=[1])) is None   # doctest: +SKIP
+        True
+    """
+
+    def __init__(self, request_type: type, answer_type: type) -> None:
+        self.request_type, self.answer_type = request_type, answer_type
+
+    def pack(self, request: Any) -> Packed | None:
+        """Validate a request and return its arrays; raises FieldError. None: the engine's process reads it."""
+        return None
+
+    def unpack(self, request: Sealed, packed: Packed, data: memoryview) -> Job:
+        """Return the job of a packed request, in the engine's process; its arrays lie one behind another in `data`."""
+        raise NotImplementedError(f"{type(self).__name__} packs requests and must define unpack")
+
+    def finish(self, request: Any, packed: Packed, data: bytes) -> Any:
+        """Return the answer to a packed request; `data` is the array that the model returned for it."""
+        raise NotImplementedError(f"{type(self).__name__} packs requests and must define finish")
+
+    def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> Any:
+        """Make a request from named NumPy arrays and its other fields, as the model does."""
+        raise FieldError("$.inputs", "this model is not served through the Open Inference Protocol")
+
+    def to_tensors(self, answer: Any) -> dict[str, Any]:
+        """Return an answer as named NumPy arrays, as the model does."""
+        raise FieldError("$.outputs", "this model is not served through the Open Inference Protocol")
 
 
 class Servable(Protocol):

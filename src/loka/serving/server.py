@@ -1,4 +1,4 @@
-"""The single-process server: public port, admin port, signals, logs.
+"""The server: public port, admin port, signals, logs; one process, or with `fronts` several that do the HTTP.
 
     Server(open_model("runs/onerec"), sla=0.05, port=8000).run()
 
@@ -11,10 +11,10 @@ are accepted, waiting requests are answered, then the process exits. SIGHUP relo
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import signal
+import socket
 import sys
 import threading
 import time
@@ -52,6 +52,7 @@ class Server:
         limits: limits on what clients may use.
         policy: finer settings instead of `sla`.
         verbose: log every answer.
+        fronts: processes that speak HTTP, decode requests and encode answers; 0: this process does it.
 
     Example:
         >>> Server(open_model("runs/onerec"), sla=0.05).run()                      # doctest: +SKIP
@@ -75,6 +76,7 @@ class Server:
         limits: Limits | None = None,
         policy: Policy | None = None,
         verbose: bool = False,
+        fronts: int = 0,
     ) -> None:
         if (sla is None) == (policy is None):
             raise ValueError("give sla, in seconds, or a policy, exactly one of them")
@@ -97,6 +99,11 @@ class Server:
         self.limits = limits or Limits()
         tokens = None if token_file is None else Tokens(token_file)
         self.front = Front(self.service, tokens=tokens, limits=self.limits, manage=False, verbose=verbose)
+        self._fronts: Any = None
+        if fronts:
+            from loka.serving.fronts import Fronts
+
+            self._fronts = Fronts(self.service, fronts, limits=self.limits, token_file=token_file, verbose=verbose)
         self.admin = Admin(self.front, guarded=not is_local(admin_host))
         self.host, self.port, self.admin_host, self.admin_port = host, port, admin_host, admin_port
         self.folders = dict(folders or {})
@@ -114,6 +121,12 @@ class Server:
         """URL of the admin port, or None."""
         return None if self.admin_port is None else f"http://{_format_host(self.admin_host)}:{self.admin_port}"
 
+    @property
+    def ready(self) -> bool:
+        """Whether requests are accepted: every bucket is warm, and the port is open."""
+        opened = self._listening.is_set() and (self._fronts is None or self._fronts.ready)
+        return opened and self.service.ready
+
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; raises ValueError if a model cannot meet the SLA."""
         run_loop(self.serve(signals=True))
@@ -123,12 +136,13 @@ class Server:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         sys.setswitchinterval(SWITCH)
         drain = 10 * self.service.policy.sla + 5
-        sockets = [bind(self.host, self.port)]
-        self.port = sockets[0].getsockname()[1]
-        apps: list[Any] = [self.front]
+        public = self._bind_public()
+        self.port = public[0].getsockname()[1]
+        sockets: list[socket.socket] = [] if self._fronts else public
+        apps: list[Any] = [] if self._fronts else [self.front]
         if self.admin_port is not None:
             sockets.append(bind(self.admin_host, self.admin_port))
-            self.admin_port = sockets[1].getsockname()[1]
+            self.admin_port = sockets[-1].getsockname()[1]
             apps.append(self.admin)
         listeners = [
             make_listener(app, sock, self.limits, drain=drain) for app, sock in zip(apps, sockets, strict=True)
@@ -136,19 +150,26 @@ class Server:
         if signals:
             self._install_signal_handlers()
         tasks = [asyncio.create_task(each._serve([sock])) for each, sock in zip(listeners, sockets, strict=True)]
-        warming = asyncio.create_task(self._warm())
         stopping = asyncio.create_task(self._stop.wait())
-        self._listening.set()
+        warming: asyncio.Task[None] | None = None
         try:
+            if self._fronts is not None:
+                await self._fronts.start(public)
+            warming = asyncio.create_task(self._warm())
+            self._listening.set()
             await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
             if not warming.done():
                 warming.cancel()
             await self.service.drain(drain)
+            if self._fronts is not None:
+                await self._fronts.stop(drain)
             for each in listeners:
                 each.should_exit = True
             await asyncio.gather(*tasks)
         finally:
             stopping.cancel()
+            if self._fronts is not None:
+                self._fronts.kill()
             self.service.close()
         if warming.done() and not warming.cancelled() and (error := warming.exception()) is not None:
             raise error
@@ -159,8 +180,13 @@ class Server:
         except Exception:
             self.stop()
             raise
-        gc.collect()
-        gc.freeze()  # weights and caches live as long as the process, so a full collection need not visit them
+
+    def _bind_public(self) -> list[socket.socket]:
+        if self._fronts is None:
+            return [bind(self.host, self.port)]
+        from loka.serving.fronts import bind_fronts
+
+        return bind_fronts(self.host, self.port, self._fronts.count)
 
     def _install_signal_handlers(self) -> None:
         assert self._loop is not None
@@ -194,7 +220,7 @@ class Server:
         thread = threading.Thread(target=work, name="loka-server", daemon=True)
         thread.start()
         end = time.monotonic() + wait
-        while not failed and not (self._listening.is_set() and self.service.ready):
+        while not failed and not self.ready:
             if time.monotonic() > end:
                 self.stop()
                 raise TimeoutError(f"not ready within {wait:g} s")

@@ -16,8 +16,8 @@ from typing import Any
 from loka.serving.experiment import EventLog, Split, check_arms, overlap
 from loka.serving.queues import Policy
 from loka.serving.rehearsal import SHORT, Turns, probe
-from loka.serving.runner import Refused, Runner, Ticket
-from loka.serving.servable import Servable
+from loka.serving.runner import Refused, Runner, Ticket, Waiting
+from loka.serving.servable import Job, Servable, unseal
 from loka.serving.telemetry import Telemetry
 from loka.serving.wire import Codec
 
@@ -29,7 +29,63 @@ PULSE, FADE = (
 Opener = Callable[[str], Servable]
 
 
-class Service:
+class Arms:
+    """What the HTTP front knows of the models behind it, in this process (`Service`) or in another one.
+
+    `lag` is the recent lag of the event loop in seconds: a request waited about as long before it was read.
+    """
+
+    policy: Policy
+    split: Split | None
+    telemetry: Telemetry
+    codec: Codec
+    runners: dict[str, Any]  # Runner, or its stand-in in a front process
+    first: Any
+    clock: Callable[[], float]
+    ready: bool
+    alive: bool
+    lag = 0.0
+
+    def runner_for(self, name: str) -> Any:
+        """Return the runner of a model by its name or arm."""
+        for arm, runner in self.runners.items():
+            if name in (arm, runner.model.name):
+                return runner
+        raise Refused(404, "model", f"there is no model {name[:80]!r}; there are {', '.join(self.runners)}")
+
+    def choose(self, request: Any) -> Any:
+        """Return the runner of the user's arm."""
+        if self.split is None:
+            return self.first
+        if request.user is None:
+            raise Refused(400, "field", "an experiment is running: give the id of the user", path="$.user")
+        return self.runners[self.split.arm(request.user)]
+
+    def submit(self, request: Any, runner: Any, *, arrived: float, request_id: str = "") -> Ticket:
+        """Queue a request; raises Refused."""
+        raise NotImplementedError
+
+    def expose(self, request: Any, request_id: str, runner: Any, *, seconds: float, status: int, empty: bool, simulated: bool) -> None:  # fmt: skip
+        """Write the exposure, once per request id."""
+        raise NotImplementedError
+
+    def mirror(self, request: Any, request_id: str, answer: Any) -> None:
+        """In shadow mode, also run the request in the second arm."""
+        raise NotImplementedError
+
+    async def write_outcome(self, request_id: str, fields: dict[str, Any]) -> bool:
+        """Write the outcome of an answer; return False if it was written before. Raises Refused without an experiment."""
+        raise NotImplementedError
+
+    async def measure_lag(self) -> None:
+        """Keep `lag` up to date. Deadlines include the time that requests wait in the socket of a busy machine."""
+        while True:
+            before = self.clock()
+            await asyncio.sleep(PULSE)
+            self.lag = max(0.0, self.clock() - before - PULSE, FADE * self.lag)
+
+
+class Service(Arms):
     """Run and reload one model, or the arms of an experiment.
 
     Args:
@@ -73,7 +129,6 @@ class Service:
         self._loading = threading.Lock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loka-loader")
         self._shadows: set[asyncio.Task[None]] = set()
-        self.lag = 0.0  # recent lag of the event loop in seconds: a request waited as long before it was read
         self._pulse: asyncio.Task[None] | None = None
         self._register_gauges()
 
@@ -96,18 +151,18 @@ class Service:
         )
 
     @property
-    def ready(self) -> bool:
+    def ready(self) -> bool:  # type: ignore[override]
         """Whether every arm accepts requests."""
         return all(runner.ready for runner in self.runners.values())
 
     @property
-    def alive(self) -> bool:
+    def alive(self) -> bool:  # type: ignore[override]
         """Whether every model started and no engine hangs."""
         return self.failed is None and not any(runner.hung for runner in self.runners.values())
 
     async def start(self) -> None:
         """Warm every arm, one after the other; a failure is stored in `failed` and raised."""
-        self._pulse = asyncio.get_running_loop().create_task(self._measure_lag())
+        self._pulse = asyncio.get_running_loop().create_task(self.measure_lag())
         try:
             for runner in self.runners.values():
                 await runner.start()
@@ -115,13 +170,6 @@ class Service:
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
             raise
-
-    async def _measure_lag(self) -> None:
-        """Keep `lag` up to date. Deadlines include the time that requests wait in the socket of a busy machine."""
-        while True:
-            before = self.clock()
-            await asyncio.sleep(PULSE)
-            self.lag = max(0.0, self.clock() - before - PULSE, FADE * self.lag)
 
     def describe_runner(self, runner: Runner) -> dict[str, Any]:
         """Return model, caps and batch times, for logs and the live page."""
@@ -139,26 +187,20 @@ class Service:
             "captures": runner.model.captures,
         }
 
-    def runner_for(self, name: str) -> Runner:
-        """Return the runner of a model by its name or arm."""
-        for arm, runner in self.runners.items():
-            if name in (arm, runner.model.name):
-                return runner
-        raise Refused(404, "model", f"there is no model {name[:80]!r}; there are {', '.join(self.runners)}")
-
-    def choose(self, request: Any) -> Runner:
-        """Return the runner of the user's arm."""
-        if self.split is None:
-            return self.first
-        if request.user is None:
-            raise Refused(400, "field", "an experiment is running: give the id of the user", path="$.user")
-        return self.runners[self.split.arm(request.user)]
-
-    def submit(self, request: Any, runner: Runner, *, arrived: float) -> Ticket:
-        """Queue a request; raises Refused."""
+    def submit(
+        self,
+        request: Any,
+        runner: Runner,
+        *,
+        arrived: float,
+        request_id: str = "",
+        read: tuple[Servable, Job] | None = None,
+        future: Waiting | None = None,
+    ) -> Ticket:
+        """Queue a request; raises Refused. `read` and `future` as in `Runner.submit`; the id is for other processes."""
         if self.failed is not None:
             raise Refused(503, "failed", f"the model could not be started: {self.failed}")
-        return runner.submit(request, arrived=arrived)
+        return runner.submit(request, arrived=arrived, read=read, future=future)
 
     def expose(
         self,
@@ -185,6 +227,12 @@ class Service:
         task = asyncio.get_running_loop().create_task(self._mirror(request, request_id, answer))
         self._shadows.add(task)
         task.add_done_callback(self._shadows.discard)
+
+    async def write_outcome(self, request_id: str, fields: dict[str, Any]) -> bool:
+        """Write the outcome of an answer; return False if it was written before."""
+        if self.events is None:
+            raise Refused(404, "path", "no experiment is running, outcomes are not recorded")
+        return self.events.write("outcome", request_id, **fields)
 
     async def _mirror(self, request: Any, request_id: str, answer: Any) -> None:
         runner, begin = list(self.runners.values())[1], self.clock()
@@ -219,7 +267,7 @@ class Service:
             raise ValueError("a reload is under way")
         try:
             loop = asyncio.get_running_loop()
-            recorded = list(runner.recorded)
+            recorded = [unseal(request) for request in runner.recorded]
             model, scheduler = await loop.run_in_executor(self._loader, self._open, runner, folder, recorded)
             await runner.swap(model, scheduler)
         except Exception as error:

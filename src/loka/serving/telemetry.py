@@ -35,6 +35,7 @@ HELP = {
     "loka_model_info": "Name and version of the model",
 }
 Labels = tuple[tuple[str, str], ...]
+Taken = tuple[dict[str, dict[Labels, float]], dict[str, dict[Labels, "Histogram"]], list[dict[str, Any]]]
 
 
 class Histogram:
@@ -78,6 +79,31 @@ class Telemetry:
         self.gauges: dict[str, Callable[[], Mapping[Labels, float]]] = {}
         self._seconds: deque[dict[str, Any]] = deque(maxlen=SECONDS)
 
+    def take(self) -> Taken:
+        """Return what was counted since the last call, and begin anew: a front's share, for `merge` in the engine's process."""
+        taken = (self.counters, self.histograms, list(self._seconds))
+        self.counters, self.histograms = {}, {}
+        self._seconds.clear()
+        return taken
+
+    def merge(self, taken: Taken) -> None:
+        """Add what a front has counted."""
+        counters, histograms, seconds = taken
+        for name, series in counters.items():
+            for key, value in series.items():
+                own = self.counters.setdefault(name, {})
+                own[key] = own.get(key, 0) + value
+        for name, found in histograms.items():
+            for key, histogram in found.items():
+                mine = self.histograms.setdefault(name, {}).setdefault(key, Histogram(histogram.bounds))
+                mine.counts = [a + b for a, b in zip(mine.counts, histogram.counts, strict=True)]
+                mine.total += histogram.total
+        for second in seconds:
+            here = self._second_at(second["at"])
+            for name in ("answered", "late", "shed", "failed"):
+                here[name] += second[name]
+            here["latencies"] += second["latencies"][: KEPT - len(here["latencies"])]
+
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""
         series = self.counters.setdefault(name, {})
@@ -98,12 +124,20 @@ class Telemetry:
 
     def second(self) -> dict[str, Any]:
         """Return the counts of the current second, for the live page."""
-        now = int(self.clock())
-        if not self._seconds or self._seconds[-1]["at"] != now:
-            self._seconds.append(
-                {"at": now, "answered": 0, "late": 0, "shed": 0, "failed": 0, "latencies": [], "batches": []}
-            )
-        return self._seconds[-1]
+        return self._second_at(int(self.clock()))
+
+    def _second_at(self, at: int) -> dict[str, Any]:
+        place = len(self._seconds)
+        while place and self._seconds[place - 1]["at"] > at:
+            place -= 1
+        if place and self._seconds[place - 1]["at"] == at:
+            return self._seconds[place - 1]
+        made = {"at": at, "answered": 0, "late": 0, "shed": 0, "failed": 0, "latencies": [], "batches": []}
+        if len(self._seconds) == SECONDS:
+            self._seconds.popleft()
+            place = max(0, place - 1)
+        self._seconds.insert(place, made)
+        return made
 
     def answered(self, seconds: float, *, late: bool) -> None:
         """Count one answer, for the live page."""

@@ -1,0 +1,399 @@
+"""Front processes: what they share with the engine's process, and what happens when one of them, or that process, dies."""
+
+import asyncio
+import gc
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from loka.serving import Limits, Policy, RankRequest, Server, Service
+from loka.serving import link as frames
+from loka.serving.front_process import RemoteService
+from loka.serving.fronts import Fronts
+from loka.serving.rank_reader import RankReader
+from loka.serving.rehearsal import Turns
+from loka.serving.runner import Refused, Runner
+from loka.serving.servable import Sealed
+from loka.serving.telemetry import Telemetry
+
+from .client import call, dial, get, post, wait_for
+from .sleeper import Sleeper
+from .small import SCHEMA, make_ranker
+
+pytest.importorskip("uvicorn")
+COST = {(1, 0): 0.002, (4, 0): 0.004}
+ASK = b'POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"number": 1}'
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def read_status(sock: Any) -> bytes:
+    """The status of the next response; nothing if the connection broke."""
+    try:
+        return bytes(sock.recv(65536)[9:12])
+    except OSError:
+        return b""
+
+
+def test_answers_are_the_same_bit_for_bit(tmp_path: Path) -> None:
+    model, source = make_ranker(tmp_path, batch_invariant=True), random.Random(0)
+    bodies: list[dict[str, Any]] = []
+    for n in range(12):
+        rows = source.randint(1, 32)
+        features = {
+            "age": source.gauss(0, 1) if n % 2 else [source.gauss(0, 1) for _ in range(rows)],
+            "price": [source.gauss(0, 1) for _ in range(rows)],
+            "user": source.randrange(120),
+            "item": [source.randrange(60) for _ in range(rows)],
+            "seen": [source.randrange(60) for _ in range(n)]
+            if n % 3
+            else [[source.randrange(60)] * k for k in range(rows)],
+        }
+        bodies.append({"features": features, "top": 3, "label": "buy", "ids": list(range(100, 100 + rows))} if n % 4 else {"features": features})  # fmt: skip
+    found = []
+    for fronts in (0, 2):
+        with Server(model, sla=60.0, port=0, fronts=fronts).background() as server:
+            told = [post(server.url, body)[2] for body in bodies]
+            head = {"content-type": "application/msgpack"}
+            packed = [call(server.url, "POST", "/v1/recommend", msgspec.msgpack.encode(b), head)[2] for b in bodies]
+            v2 = {"inputs": [{"name": name, "shape": [2], "datatype": "FP32" if name in SCHEMA.dense else "INT64", "data": [1, 2]} for name in ("age", "price", "user", "item")]
+                  + [{"name": "seen", "shape": [2, 2], "datatype": "INT64", "data": [1, 2, 3, 4]}], "parameters": {"top": 1}}  # fmt: skip
+            told += [post(server.url, v2, path="/v2/models/ranker/infer")[2]]
+        told += [msgspec.msgpack.decode(one) for one in packed]
+        assert all("error" not in one for one in told), told
+        found.append([{k: v for k, v in one.items() if k not in ("request_id", "id")} for one in told])
+    assert found[0] == found[1]
+
+
+def test_a_packed_request_is_unpacked_as_it_was_read() -> None:
+    reader = pickle.loads(pickle.dumps(RankReader(SCHEMA, 32)))
+    for seen in ([1, 2, 60, 3, 4, 5, 6], [], [[1], [], [2, 3]]):
+        features = {"age": 1.5, "price": [1.0, 2.0, 3.0], "user": [1, 2, 300], "item": 7, "seen": seen}
+        request = RankRequest(features=features)
+        wanted, packed = reader.rows.read(request).data, reader.pack(request)
+        data = memoryview(b"".join(np.ascontiguousarray(array).tobytes() for array in packed.arrays))
+        sealed = Sealed(msgspec.msgpack.encode(request), RankRequest)
+        job = reader.unpack(sealed, packed, data)
+        assert (job.units, job.raw, job.request.open()) == (3, True, request)
+        found = job.data
+        assert (found.count, found.unknown, found.cut) == (wanted.count, wanted.unknown, wanted.cut)
+        for kind in ("dense", "categorical"):
+            for part in ("same", "places", "varying"):
+                a, b = (getattr(getattr(rows, kind), part) for rows in (found, wanted))
+                assert a.dtype == b.dtype
+                assert np.array_equal(a, b)
+        assert [row.tolist() for row in found.sequences["seen"]] == [row.tolist() for row in wanted.sequences["seen"]]
+
+
+def test_fronts_do_without_torch() -> None:
+    """It takes a second to import and hundreds of megabytes, in each of them."""
+    code = "import sys, loka.serving.front_process, loka.serving.rank_reader, loka.serving.recommend; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_request_is_counted_once() -> None:
+    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, fronts=2).background() as server:
+        for n in range(30):
+            assert post(server.url, {"number": n})[0] == 200
+        for _ in range(7):
+            assert post(server.url, b"{")[0] == 400
+        told = server.service.telemetry
+        codes = told.counters.setdefault("loka_requests_total", {})
+        wait_for(lambda: sum(codes.values()) >= 37)
+        time.sleep(0.3)
+        assert codes == {(("model", "sleeper"), ("code", "200")): 30, (("model", "-"), ("code", "400")): 7}
+        metrics = get(server.admin_url or "", "/metrics")[1].decode()
+        assert 'loka_requests_total{model="sleeper",code="200"} 30\n' in metrics
+        assert 'loka_latency_seconds_count{model="sleeper"} 30\n' in metrics
+        assert 'loka_queue_seconds_count{model="sleeper"} 30\n' in metrics
+        seconds = json.loads(get(server.admin_url or "", "/stats.json")[1])["seconds"]
+        assert sum(second["answered"] for second in seconds) == 30
+
+
+def test_a_front_that_dies_is_replaced_and_loses_only_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    model = Sleeper({(32, 0): 0.7})
+    with Server(model, sla=60.0, port=0, fronts=2).background() as server:
+        before = server._fronts.pids
+        sockets = [dial(server.url) for _ in range(24)]
+        try:
+            for sock in sockets:
+                sock.sendall(ASK)
+            scheduler = server.service.first.scheduler
+            assert scheduler is not None
+            wait_for(lambda: scheduler.running is not None)
+            time.sleep(0.1)  # all of them are there; the batch takes 0.7 s
+            os.kill(before[0], signal.SIGKILL)
+            found = [read_status(sock) for sock in sockets]
+        finally:
+            for sock in sockets:
+                sock.close()
+        assert set(found) == {b"200", b""}  # 24 connections that are all on one front: one chance in 8 million
+        wait_for(lambda: server._fronts.ready)
+        assert len(set(server._fronts.pids) - set(before)) == 1
+        model.cost[32, 0] = 0.01
+        for n in range(12):
+            assert post(server.url, {"number": n})[2]["number"] == 2 * n
+        wait_for(lambda: len(scheduler) == 0 and scheduler.running is None)  # what nobody waits for left the queue
+        assert not any(process._pending for process in server._fronts._processes)
+    assert "a front died" in caplog.text
+    assert not any(map(is_running, [*before, *server._fronts.pids]))
+
+
+SCRIPT = """
+    import sys
+    sys.path[:0] = {path!r}
+    from serving.sleeper import Sleeper
+    from loka.serving import Server
+    import threading, time
+    server = Server(Sleeper({{(4, 0): {seconds}}}), sla=60.0, port=0, fronts=2)
+    def tell():
+        while not server.ready:
+            time.sleep(0.01)
+        print(server.port, *server._fronts.pids, flush=True)
+    threading.Thread(target=tell, daemon=True).start()
+    server.run()
+"""
+
+
+def start(seconds: float) -> tuple["subprocess.Popen[str]", str, list[int]]:
+    """A server in a process of its own, its URL, and its fronts."""
+    code = textwrap.dedent(SCRIPT.format(path=sys.path, seconds=seconds))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port, *pids = map(int, process.stdout.readline().split())
+    return process, f"http://127.0.0.1:{port}", pids
+
+
+def test_without_the_engines_process_the_fronts_end_and_nobody_hangs() -> None:
+    process, url, pids = start(0.5)
+    try:
+        sockets = [dial(url) for _ in range(6)]
+        for sock in sockets:
+            sock.sendall(ASK)
+        time.sleep(0.1)
+        process.kill()
+        begin = time.monotonic()
+        assert {read_status(sock) for sock in sockets} <= {b"503", b""}
+        wait_for(lambda: not any(map(is_running, pids)))
+        assert time.monotonic() - begin < 20
+        for sock in sockets:
+            sock.close()
+        with pytest.raises(OSError, match="refused"):
+            dial(url)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_sigterm_answers_whoever_waits(whole_group: bool) -> None:
+    process, url, pids = start(0.3)
+    try:
+        sockets = [dial(url) for _ in range(10)]
+        for sock in sockets:
+            sock.sendall(ASK)
+        time.sleep(0.15)  # all of them are queued; the first batch runs
+        for pid in [process.pid, *(pids if whole_group else [])]:
+            os.kill(pid, signal.SIGTERM)
+        assert [read_status(sock) for sock in sockets] == [b"200"] * 10
+        assert process.wait(30) == 0
+        assert not any(map(is_running, pids))
+        for sock in sockets:
+            sock.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_ranker_is_replaced_while_packed_requests_wait(tmp_path: Path) -> None:
+    """They were read for the old model, in another process; the new one reads them again."""
+    old, new = make_ranker(tmp_path / "old", rows=(8,)), make_ranker(tmp_path / "new", rows=(32,), seed=1)
+    new.version = "2"
+    held = threading.Event()
+    run = old.run
+
+    def wait(*args: Any) -> Any:
+        held.wait(60)
+        return run(*args)
+
+    features = {"age": 3, "price": [1.0, 2.5, 0.5], "user": 7, "item": [1, 2, 999], "seen": [4, 5, 6]}
+    found: list[dict[str, Any]] = []
+    held.set()
+    with Server(old, sla=60.0, port=0, fronts=2).background() as server:
+        old.run = wait  # type: ignore[method-assign]
+        held.clear()
+        threads = [
+            threading.Thread(target=lambda: found.append(post(server.url, {"features": features})[2])) for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        runner = server.service.first
+        wait_for(lambda: runner.scheduler is not None and len(runner.scheduler) > 0)
+        assert server._loop is not None
+        swapping = asyncio.run_coroutine_threadsafe(runner.swap(new, runner.prepare(new, Turns())), server._loop)
+        wait_for(lambda: runner._next is not None)
+        held.set()
+        swapping.result(60)
+        for thread in threads:
+            thread.join(60)
+        assert {one["version"] for one in found} == {"1", "2"}
+        many = {**features, "price": [1.0] * 20, "item": 3, "age": 1.0}
+        wait_for(lambda: post(server.url, {"features": many})[0] == 200)  # 20 rows: what the new model alone can read
+        after = post(server.url, {"features": features})[2]
+    job = new.read(RankRequest(features=features))
+    (direct,) = new.run(new.buckets[0], [job])
+    assert after["scores"] == direct.scores  # type: ignore[union-attr]
+    assert len(found) == 6
+    assert all(one["scores"] == direct.scores for one in found if one["version"] == "2")  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unread(Sleeper):
+        reader = None  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match="the model sleeper has no `reader`"):
+        Server(Unread(COST), sla=1.0, port=0, fronts=2)
+    with pytest.raises(ValueError, match="fronts=-1: expected a number of processes"):
+        Server(Sleeper(COST), sla=1.0, port=0, fronts=-1)
+    with pytest.raises(ValueError, match="expected one a front"):
+        Server(Sleeper(COST), sla=1.0, port=0, fronts=4, limits=Limits(connections=3))
+    with Server(Sleeper(COST), sla=60.0, port=0, fronts=2).background() as server:
+        with (
+            pytest.raises(ValueError, match=r"cannot listen.*hint: another port"),
+            Server(Sleeper(COST), sla=60.0, port=server.port, fronts=2).background(),
+        ):
+            pass
+        assert post(server.url, {"number": 1})[0] == 200
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended before it listened"), Server(Sleeper(COST), sla=60.0, port=0, fronts=2).background():  # fmt: skip
+        pass
+
+
+class Post:
+    """A link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, frame: Any) -> None:
+        self.sent.append(frame)
+
+
+def test_a_front_uses_its_memory_again_and_sheds_when_there_is_none() -> None:
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        fronts = Fronts(service, 1, limits=Limits(), token_file=None, verbose=False)
+        post, size = Post(), 64 * 3
+        remote = RemoteService(pickle.loads(fronts.describe(settings=True).data), post, memoryview(bytearray(size)))  # type: ignore[arg-type]
+        ask = service.codec.decode(b'{"number": 3}', "application/json")
+        tickets = [remote.submit(ask, remote.first, arrived=time.monotonic()) for _ in range(3)]
+        with pytest.raises(Refused) as refused:
+            remote.submit(ask, remote.first, arrived=time.monotonic())
+        assert (refused.value.status, refused.value.reason) == (429, "queue")
+        first, second, third = post.sent
+        told = {"id": first.id, "name": "s", "version": "7", "raw": False, "started": 0.0, "ended": 0.0, "bucket": (1, 0), "batch": 1}  # fmt: skip
+        remote.hear(frames.Answer(data=msgspec.msgpack.encode({"number": 6, "version": "7"}), **told))  # type: ignore[arg-type]
+        assert (tickets[0].future.result().number, tickets[0].model.version) == (6, "7")  # type: ignore[union-attr]
+        remote.first.cancel(tickets[1])
+        assert post.sent[-1] == frames.Cancel(second.id)
+        remote.hear(frames.Released(second.id))
+        remote.hear(frames.Refusal(third.id, 429, "late", "would be answered too late", 0.5))
+        with pytest.raises(Refused, match="too late"):
+            tickets[2].future.result()
+        assert remote._blocks._free == [(0, size)]
+        assert not remote._asked
+
+    asyncio.run(work())
+
+
+def test_places_never_overlap_and_become_whole_again() -> None:
+    blocks, source, held = frames.Blocks(64 * 1024), random.Random(1), []
+    for _ in range(3000):
+        if held and source.random() < 0.5:
+            blocks.give(*held.pop(source.randrange(len(held))))
+        elif (start := blocks.take(size := source.randint(1, 4000))) is not None:
+            assert all(start + size <= at or at + length <= start for at, length in held)
+            held.append((start, size))
+    assert held
+    for one in held:
+        blocks.give(*one)
+    assert blocks._free == [(0, 64 * 1024)]
+
+
+def test_frames_are_heard_however_they_are_cut() -> None:
+    async def work() -> None:
+        heard: list[Any] = []
+
+        class Wire:
+            data = b""
+
+            def write(self, data: bytes) -> None:
+                self.data += data
+
+        ends = [frames.Link(frames.TO_ENGINE, heard.append, lambda: None) for _ in range(2)]
+        wire = Wire()
+        ends[0].connection_made(wire)  # type: ignore[arg-type]
+        sent = [frames.Cancel(n) if n % 3 else frames.Exposed("r" * n, {"ms": 1.5}) for n in range(50)]
+        for one in sent:
+            ends[0].send(one)
+        assert wire.data == b""  # one write at the end of the turn
+        await asyncio.sleep(0)
+        for at in range(0, len(wire.data), 7):
+            ends[1].data_received(wire.data[at : at + 7])
+        assert heard == sent
+
+    asyncio.run(work())
+
+
+def test_counts_of_two_fronts_add_up_to_those_of_one_process() -> None:
+    now = [100.0]
+    whole, parts, sum_of_parts = Telemetry(lambda: now[0]), [Telemetry(lambda: now[0]) for _ in range(2)], Telemetry(lambda: now[0])  # fmt: skip
+    source = random.Random(0)
+    for step in range(400):
+        now[0] += 0.02
+        for told in (whole, parts[source.randrange(2)]):
+            told.count("loka_requests_total", model="m", code=str(200 + step % 3))
+            told.observe("loka_latency_seconds", step / 1024, model="m")
+            told.answered(step / 1024, late=step % 5 == 0)
+        if step % 37 == 0:
+            sum_of_parts.merge(parts[step % 2].take())  # the other one tells of earlier seconds later
+    for part in parts:
+        sum_of_parts.merge(part.take())
+        assert not any(part.take())
+    assert sorted(sum_of_parts.render().splitlines()) == sorted(whole.render().splitlines())
+    assert sum_of_parts.history() == whole.history()
+
+
+def test_the_heap_is_exempt_from_collections_before_the_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One collection over the heap of a compiled model stops every thread for tenths of a second."""
+    ready: list[bool] = []
+    runner = Runner(Sleeper(COST), Policy(sla=60.0))
+    freeze = gc.freeze
+    monkeypatch.setattr(gc, "freeze", lambda: (ready.append(runner.ready), freeze()))
+
+    async def work() -> None:
+        await runner.start()
+        runner.close()
+
+    gc.unfreeze()
+    asyncio.run(work())
+    assert ready == [False]
+    assert gc.get_freeze_count() > 10_000
