@@ -20,11 +20,11 @@ CALLS = {
     "in place": lambda x: F.relu(x, inplace=True),
     "method": lambda x: x.relu(),
     "torch.tanh": lambda x: torch.tanh(x),
-    "F.sigmoid": lambda x: F.sigmoid(x),
+    "torch.sigmoid": lambda x: torch.sigmoid(x),
+    "sigmoid as a method": lambda x: x.sigmoid(),
     "silu": lambda x: F.silu(x),
     "gelu": lambda x: F.gelu(x),
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "hardswish": lambda x: F.hardswish(x),
     "leaky": lambda x: F.leaky_relu(x, 0.2),
     "leaky by name": lambda x: F.leaky_relu(input=x, negative_slope=0.3),
     "dropout without effect": lambda x: F.dropout(F.relu(x), 0.0),
@@ -70,7 +70,7 @@ class Shared(nn.Module):
 def reference(model: nn.Module, x: Tensor) -> Tensor:
     """The same chain by hand: linears and activations of an nn.Sequential, placed by the same plan."""
     acts = {
-        "torch.tanh": nn.Tanh, "F.sigmoid": nn.Sigmoid, "silu": nn.SiLU, "gelu": nn.GELU, "hardswish": nn.Hardswish,
+        "torch.tanh": nn.Tanh, "torch.sigmoid": nn.Sigmoid, "sigmoid as a method": nn.Sigmoid, "silu": nn.SiLU, "gelu": nn.GELU,
         "gelu tanh": lambda: nn.GELU(approximate="tanh"), "leaky": lambda: nn.LeakyReLU(0.2), "leaky by name": lambda: nn.LeakyReLU(0.3),
     }  # fmt: skip
     act = acts.get(model.call, nn.ReLU)
@@ -280,6 +280,9 @@ UNSEEN = {
     "torch.ops": torch.ops.aten.relu,
     "another name": torch.special.expit,
     "hidden by torch.compile": lambda x: torch.relu_(x),
+    "F.hardswish": lambda x: F.hardswish(x),
+    "F.sigmoid": lambda x: F.sigmoid(x),
+    "F.tanh": lambda x: F.tanh(x),
 }
 
 
@@ -298,3 +301,26 @@ def test_an_activation_that_a_chain_would_not_see_ends_it(call: str, monkeypatch
         one(x).sum().backward()
     grads = [(a.grad, b.grad) for a, b in zip(exact.parameters(), model.parameters(), strict=True)]
     assert all((a - b).norm() < 0.35 * a.norm() for a, b in grads)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled_code_shows_a_chain_every_call_that_it_contains(call: str) -> None:
+    """torch.compile hides some functions from function modes. A chain with one of them would raise when compiled."""
+    model, x = Called(call), torch.randn(32, W)
+    loka.convert(model, plan_everything(model, x))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
+def test_a_shared_hardswish_ends_a_chain() -> None:
+    """Its forward calls F.hardswish, which compiled code hides."""
+    model, x = Shared(), torch.randn(32, W)
+    model.act = nn.Hardswish()
+    found = discover(model, x, linears=W)
+    assert {link.activation for unit in found.units for link in unit.links} == {"none"}
+    loka.convert(model, plan_everything(model, x, linears=W))
+    torch._dynamo.reset()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="eager")(x), model(x))

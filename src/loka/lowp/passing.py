@@ -13,6 +13,7 @@ it in the graph.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +43,8 @@ _IN_PLACE = (
     F.leaky_relu_,
 )
 # torch.compile calls no function mode for these, so no chain contains them
-HIDDEN = (torch.relu_, torch.tanh_, torch.sigmoid_, F.leaky_relu_)
+_HIDDEN = (torch.relu_, torch.tanh_, torch.sigmoid_, F.leaky_relu_, F.hardswish)
+_HIDDEN_AROUND = (F.tanh.__code__, F.sigmoid.__code__)  # they call a method, which an eager mode sees instead of them
 _INPLACE_AT = {F.relu: 1, F.silu: 1, F.hardswish: 1, F.leaky_relu: 2, F.dropout: 3}  # the position of `inplace`
 
 
@@ -120,6 +122,16 @@ def spell_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
         return "dropout", float(p) if training and not _OFF else 0.0
     return None
+
+
+def is_hidden(func: Any, code: CodeType) -> bool:
+    """Return True if compiled code calls no function mode for a function, so that no chain may contain it.
+
+    Args:
+        func: the function, as torch passes it to a mode in eager code.
+        code: of the Python function that calls it.
+    """
+    return func in _HIDDEN or code in _HIDDEN_AROUND
 
 
 def is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from loka.nn.wrapping import named_sites, own_parameters, plain_name, unwrap
 from loka.records.prose import spell_part
 from loka.records.unit import CollectivePlan, GradientScales, LinkPlan, TablePlan, UnitPlan
 from loka.units.flow import STEP, Call, Flow, prediction_linears
-from loka.units.following import Following, norm_kind
+from loka.units.following import Following, norm_kind, runs_as
 from loka.units.paths import find_holders, find_shared, see_paths
 from loka.units.tables import find_collectives, find_tables
 
@@ -341,9 +341,10 @@ class _Search:
                     return False
             else:
                 module = self.modules[at.site]
-                if isinstance(module, BlockNorm):
+                if runs_as(module, BlockNorm):
+                    assert isinstance(module, BlockNorm)
                     return module.block <= BLOCK
-                if not isinstance(module, (nn.ReLU, nn.SiLU, HardSwish, nn.Hardswish, nn.Identity, nn.Flatten)):
+                if not runs_as(module, nn.ReLU, nn.SiLU, HardSwish, nn.Hardswish, nn.Identity, nn.Flatten):
                     return False
             at = makers.get(at.inputs[0]) if at.inputs else None
         return False

@@ -14,6 +14,7 @@ This is one execution, not a proof: on other data the forward may take another p
 forwards have other paths.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.kernels.activation import LEAK
-from loka.lowp.passing import HIDDEN, spell_call
+from loka.lowp.passing import is_hidden, spell_call
 from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
@@ -293,7 +294,8 @@ class _CallMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        called = None if func in HIDDEN else spell_call(func, args, kwargs)
+        hidden = is_hidden(func, sys._getframe(1).f_code)
+        called = None if hidden else spell_call(func, args, kwargs)
         if called is None or called == ("dropout", 0.0):
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]

@@ -40,9 +40,10 @@ class Following:
 
     def take(self, site: str, module: nn.Module, *, serving: bool, caller: str | None) -> str | None:
         """Add a module. For one that is used more than once, `caller` is the module whose forward calls it here."""
-        if isinstance(module, nn.Identity):
+        if runs_as(module, nn.Identity):
             pass
-        elif isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
+        elif runs_as(module, nn.Dropout):
+            assert isinstance(module, nn.Dropout)
             if why := self.take_dropout(module.p, site, site, caller=caller, serving=serving):
                 return why
         elif (kind := norm_kind(module, self.linear.out_features)) is not None:
@@ -54,6 +55,8 @@ class Following:
             self.eps = norm_eps(module)
         elif (activation := activation_of(module)) is not None and self.activation == "none":
             slope = float(getattr(module, "negative_slope", LEAK))
+            if caller is not None and activation == "hard_swish":  # its forward calls F.hardswish
+                return f"{site} is used more than once, and compiled code does not show its calls"
             if caller is not None:
                 return self.take_call(activation, slope, site, caller, serving=serving)
             if why := self._take_activation(activation, slope, site, serving=serving):
@@ -116,11 +119,29 @@ class Following:
         )  # fmt: skip
 
 
+def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Check whether a module computes what one of these classes does: no forward of a subclass, none on the instance.
+
+    Args:
+        module: any module.
+        kinds: classes of torch or of this package.
+
+    Returns:
+        False also for a subclass or an instance with a forward of its own, which may compute anything.
+
+    Example:
+        >>> runs_as(nn.GELU(), nn.GELU)
+        True
+    """
+    own = type(module).forward
+    return "forward" not in vars(module) and any(isinstance(module, kind) and own is kind.forward for kind in kinds)
+
+
 def activation_of(module: nn.Module) -> str | None:
     """Return the kernels' name of an activation module; None if they do not support it."""
-    if isinstance(module, nn.GELU):
+    if runs_as(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return ACTIVATIONS.get(type(module))
+    return next((name for kind, name in ACTIVATIONS.items() if runs_as(module, kind)), None)
 
 
 def make_activation(name: str, slope: float = LEAK) -> nn.Module:
@@ -138,7 +159,8 @@ def norm_eps(module: nn.Module) -> float:
 
 def norm_kind(module: nn.Module, width: int) -> str | None:
     """Return the kernels' name of a norm over the last dimension; None for anything they do not support."""
-    if isinstance(module, BlockNorm):
+    if runs_as(module, BlockNorm):
+        assert isinstance(module, BlockNorm)
         fits = module.block == min(BLOCK, module.width) and module.eps == EPS
         return "block" if fits else None
     if can_fold(module, width):
@@ -146,10 +168,6 @@ def norm_kind(module: nn.Module, width: int) -> str | None:
     shape = getattr(module, "normalized_shape", None)
     if shape is None or tuple(shape) != (width,):
         return None
-    if isinstance(module, nn.LayerNorm) and type(module).forward in _LAYER_FORWARDS:
+    if runs_as(module, nn.LayerNorm, norm.LayerNorm):
         return "layer"
-    return "rms" if isinstance(module, nn.RMSNorm) and type(module).forward in _RMS_FORWARDS else None
-
-
-_LAYER_FORWARDS = {nn.LayerNorm.forward, norm.LayerNorm.forward}
-_RMS_FORWARDS = {nn.RMSNorm.forward, norm.RMSNorm.forward}
+    return "rms" if runs_as(module, nn.RMSNorm, norm.RMSNorm) else None

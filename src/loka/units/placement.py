@@ -11,7 +11,7 @@ from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
-from loka.units.following import activation_of, norm_eps, norm_kind
+from loka.units.following import activation_of, norm_eps, norm_kind, runs_as
 
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
@@ -87,12 +87,12 @@ def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Lin
             slope = getattr(module, "negative_slope", link.slope)
             if slope != link.slope:
                 problems.append(f"{name}: has slope {slope:g}, the plan {link.slope:g}")
-        elif not isinstance(module, (nn.Identity, nn.Dropout)):
+        elif not runs_as(module, nn.Identity, nn.Dropout):
             problems.append(f"{name}: is a {type(module).__name__}, which cannot run in a chain")
     if link.dropout_site is None:
         if link.dropout is not None:
             problems.append(f"{link.linear}: the plan has a dropout after it, but no dropout_site")
-    elif not isinstance(modules[link.dropout_site], nn.Dropout) and link.dropout_site not in link.callers:
+    elif not runs_as(modules[link.dropout_site], nn.Dropout) and link.dropout_site not in link.callers:
         kind = type(modules[link.dropout_site]).__name__
         problems.append(f"{link.dropout_site}: is a {kind}, the plan has a dropout there")
     if link.called and found["activation"] == "none":  # a functional activation can only be checked when it runs
