@@ -25,7 +25,7 @@ LOOKUP = {
     "out_ptr": "*bf16",
 }
 UPDATE = {
-    "scale_ptr": "*u8", "slot_ptr": J, "hot_ptr": S, "sorted_ptr": J, "source_ptr": J, "factor_ptr": S, "grad_ptr": "*bf16",
+    "scale_ptr": "*u8", "slot_ptr": J, "hot_ptr": S, "sorted_ptr": J, "source_ptr": J, "factor_ptr": S, "grad_ptr": "*bf16", "chunk_ptr": S,
     "m_ptr": S, "v_ptr": S, "lr": "fp32", "eps": "fp32", "beta1": "fp32", "beta2": "fp32", "c1": "fp32", "c2": "fp32", "seed": "i64",
     "first_row": "i64",
 }  # fmt: skip
@@ -45,16 +45,13 @@ def registers_of(built: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(
-    ("name", "width", "hot", "inline"),
-    [("_pool", 128, False, False), ("_pool", 256, True, False), ("_take", 64, False, False), ("_pool", 256, False, True)],
-)  # fmt: skip
-def test_lookups_compile(kind: str, name: str, width: int, hot: bool, inline: bool) -> None:
+@pytest.mark.parametrize(("name", "width", "hot"), [("_pool", 128, False), ("_pool", 256, True), ("_take", 64, False)])
+def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
     bytes_ = {"float32": 4, "bfloat16": 2}.get(kind, 1)
     u, g, bd, warps = kernels_of("embedding_bag").tile_of(width, 0.5 if kind == "int4:row" else bytes_)
-    stride, inline = width // 2 if kind == "int4:row" else width, inline and ":" in kind
+    stride = width // 2 if kind == "int4:row" else width
     constants = {
-        "D": width, "STRIDE": stride + 4 * inline, "STEP": stride + 4 if inline else 1,
+        "D": width, "STRIDE": stride, "STEP": 1,
         "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "BD": bd,
     }  # fmt: skip
     types = {key: value for key, value in LOOKUP.items() if name == "_pool" or key not in ("offset_ptr", "weight_ptr")}
@@ -67,12 +64,12 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool, inline: bo
     )
     assert built.metadata.shared <= SHARED_MEMORY
     item = int(g * bd * (0.5 if kind == "int4:row" else bytes_)) // (32 * warps)  # bytes that a thread reads of an item
-    widest = 4 if inline else min(16, item if name == "_pool" else u * item)
+    widest = min(16, item if name == "_pool" else u * item)
     loads = built.asm["ptx"].count({4: "ld.global.b32", 8: "ld.global.v2.b32", 16: "ld.global.v4.b32"}[widest])
     assert loads >= u * item // widest, "rows are not read in the widest vectors, all items at once"
     single = [line for line in built.asm["ptx"].splitlines() if "ld.global" in line and ".b8 " in line]
     # a row's scale is the only byte that is read alone, and once: not once for every value that a thread holds
-    assert len(single) <= (4 * u if inline else u) * (":" in kind)
+    assert len(single) <= u * (":" in kind)
     assert built.asm["ptx"].count("shfl.sync") < 100, "a bag is added up across threads"
     if name == "_pool" and not hot:
         # int4: a thread holds the sums of 32 values instead of 16
@@ -92,6 +89,7 @@ def test_updates_compile(kind: str, rule: int, hot: bool) -> None:
         "RULE": rule,
         "HOT": hot,
         "FACTOR": hot,
+        "CHUNK": 256,
         "DUP": 2,
         "G": g,
         "BD": bd,
@@ -103,6 +101,15 @@ def test_updates_compile(kind: str, rule: int, hot: bool) -> None:
     if number >= 1:
         products = built.asm["ptx"].count("mul.hi.u32") + built.asm["ptx"].count("mul.wide.u32")
         assert products > 0, "no random numbers are drawn"
+
+
+@pytest.mark.parametrize("width", [32, 256])
+def test_sums_of_long_runs_compile(width: int) -> None:
+    types = {"sorted_ptr": J, "source_ptr": J, "factor_ptr": S, "grad_ptr": "*bf16", "chunk_ptr": S}
+    constants = {"D": width, "FACTOR": False, "CHUNK": 256, "R": 2048 // width, "BD": width}
+    built = compile_kernel("embedding_update", "_sum_chunks", (types, constants, {"num_warps": 4}), set())
+    assert built.metadata.shared <= SHARED_MEMORY
+    assert registers_of(built) <= 128
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.embedding_bag.rows import largest_element
 from loka.kernels.embedding_update import TRAINABLE, Rule, UpdateCall, embedding_update
 from loka.kernels.embedding_update import reference as law
+from loka.measure.conformance import poisoned_allocations
 
 kinds = pytest.mark.parametrize("kind", TRAINABLE)
 rules = pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
@@ -263,6 +264,54 @@ def test_triton_draws_the_numbers_of_the_law(device: torch.device) -> None:
             embedding_update(held, every, grad, rule, (), Draw(1, 7, 3), first_column=16, backend=name)
         assert torch.equal(rows.data.view(torch.uint8), other.data.view(torch.uint8))
         assert rows.scale_code is None or torch.equal(rows.scale_code, other.scale_code)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("longest", [7, 8, 9, 31, 64, 67, 203])
+def test_long_runs_are_added_up_in_chunks(
+    longest: int, weighted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs shorter and longer than a chunk of 8, beside each other, at every offset to the windows of the batch."""
+    verdict = registry.backend("embedding_update", "triton").supports(UpdateCall(50, 24, 50, 50, "float32"), device)
+    if not verdict:
+        pytest.skip(f"{NOT_RUN}: {verdict.reason}")
+    from loka.kernels.embedding_update import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "CHUNK", 8)
+    generator = torch.Generator().manual_seed(longest)
+    lengths = torch.tensor([3, longest, 8, 1, longest, 16, 5, 9, 24, 2, longest])
+    rows = torch.tensor([0, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12])
+    indices = torch.repeat_interleave(rows, lengths)[torch.randperm(int(lengths.sum()), generator=generator)].to(device)
+    grad = torch.randint(-8, 9, (len(indices), 24), generator=generator).float().to(device)  # sums are exact
+    weights = torch.randint(1, 4, (len(indices),), generator=generator).float().to(device) if weighted else None
+    held, other = (copy(table("float32", rows=13), device) for _ in range(2))
+    other.data.copy_(held.data)
+    with poisoned_allocations():
+        options = {"weights": weights, "offsets": torch.arange(len(indices) + 1, device=device)} if weighted else {}
+        embedding_update(held, indices, grad, Rule("sgd", lr=0.5), (), Draw(1), **options, backend="triton")
+        embedding_update(other, indices, grad, Rule("sgd", lr=0.5), (), Draw(1), **options, backend="reference")
+    torch.testing.assert_close(held.data, other.data, rtol=1e-6, atol=1e-5)
+
+
+def test_the_sum_of_a_run_does_not_depend_on_the_rest_of_the_batch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that has only some of the rows must add in the same order, or resuming on other ranks changes bits."""
+    verdict = registry.backend("embedding_update", "triton").supports(UpdateCall(50, 24, 50, 50, "float32"), device)
+    if not verdict:
+        pytest.skip(f"{NOT_RUN}: {verdict.reason}")
+    from loka.kernels.embedding_update import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "CHUNK", 8)
+    found = []
+    grad = torch.randn(100, 24, device=device)
+    for before in (0, 1, 5, 30):
+        held = Rows.of(torch.ones(4, 24, device=device), "float32")
+        indices = torch.cat([torch.full((before,), 1), torch.full((100,), 2), torch.full((40,), 3)]).to(device)
+        given = torch.cat([torch.ones(before, 24, device=device), grad, torch.ones(40, 24, device=device)])
+        embedding_update(held, indices, given, Rule("sgd", lr=0.1), (), Draw(1), backend="triton")
+        found.append(held.data[2].clone())
+    assert all(torch.equal(row, found[0]) for row in found)
 
 
 def test_in_the_interpreter() -> None:

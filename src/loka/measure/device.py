@@ -94,10 +94,13 @@ def peaks(device: torch.device | str, *, repeats: int = 9) -> Peaks:
 
 
 def _time_copy(elements: int, device: torch.device, repeats: int) -> tuple[int, float]:
-    """Return the bytes read and written by one large copy, and its seconds."""
+    """Return the bytes read and written by one large copy, and its seconds.
+
+    The copy is a kernel: `copy_` in a CUDA graph is none, and moves 2.7 instead of 4.2 TB/s on an H200.
+    """
     source = torch.empty(elements, dtype=torch.bfloat16, device=device).bernoulli_()  # not zeros, which may run faster
     target = torch.empty_like(source)
-    return 2 * source.nbytes, _time_seconds("copy", lambda: target.copy_(source), device, repeats)
+    return 2 * source.nbytes, _time_seconds("copy", lambda: torch.neg(source, out=target), device, repeats)
 
 
 def _time_fp8(size: int, device: torch.device, repeats: int) -> float | None:

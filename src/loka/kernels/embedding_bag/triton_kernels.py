@@ -1,14 +1,14 @@
 """Lookups at memory speed: a program handles G bags and loads U whole rows of each before it adds up the first.
 
-    item     G x BD codes in the table's dtype, one item of every bag: 16 bytes of a row per thread (less with inline
-             scales), as many bags side by side as its warps hold
+    item     G x BD codes in the table's dtype, one item of every bag: 16 bytes of a row per thread, as many bags side by
+             side as its warps hold
     total    float32, G x BD; an item is converted to float32 just before it is added, so that pending loads hold bytes
              and need a quarter of the registers
 
 A lookup is limited by the number of reads in flight, not by arithmetic: the indices of the next U items are read while
 the rows of these arrive, so that no row waits for its index. The scale, one byte per row, is read from an array of its
-own, which stays in the L2 cache. A row outside the table gives NaN and reads nothing. Hot
-rows (`slot` >= 0) are read from `hot`, not from the table.
+own, which stays in the L2 cache. A row outside the table gives NaN and reads nothing. Hot rows (`slot` >= 0) are read
+from `hot`, not from the table.
 """
 
 import torch
