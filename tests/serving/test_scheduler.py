@@ -340,6 +340,20 @@ def test_admission_of_requests_out_of_order_does_not_walk_along_the_queue(monkey
     assert (line.seconds, line.rooms) == (again.seconds, again.rooms)  # kept up to date, whoever came in between
 
 
+def test_a_newcomer_before_others_may_not_make_them_late() -> None:
+    scheduler = make({(1, 0): 0.01}, sla=0.1)
+    scheduler.offer(None, now=0.0)
+    scheduler.start(now=0.0)
+    waiting = [admit(scheduler, 0.0, deadline=0.0501), admit(scheduler, 0.0, deadline=0.0501 + scheduler.reserve)]
+    for place in (3, 4):  # the engine is free at 0.01; each takes 0.01
+        admit(scheduler, 0.0, deadline=0.0101 + 0.01 * place + scheduler.reserve)
+    shed = scheduler.offer(None, now=0.0, deadline=0.03)
+    assert isinstance(shed, Shed)
+    assert shed.reason == "others"  # in time itself, but the last one has no time left
+    assert isinstance(scheduler.offer(None, now=0.0, deadline=0.09), Entry)  # behind them
+    assert {one.state for one in waiting} == {"waiting"}
+
+
 def test_goodput_at_twice_the_capacity_is_that_at_capacity() -> None:
     rates = {}
     for load in (1.0, 2.0, 5.0):
