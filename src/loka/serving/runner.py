@@ -126,18 +126,16 @@ class Runner:
         settle_heap()
         self.captured, self.scheduler = self.model.captures, scheduler
         self._call_in_loop(_settle, warm, None, None)
-        while self._run_next():
-            pass
+        batch: Batch | None = None
+        while not self._stopped:
+            batch = self._wait_for_batch() if batch is None else self._run_batch(batch)
 
-    def _run_next(self) -> bool:
-        """Run the next batch; return False when the runner is closed.
+    def _run_batch(self, batch: Batch) -> Batch | None:
+        """Run a batch and hand its answers over; return the next one, if requests wait.
 
-        A function of its own, so that an engine that waits holds no batch: requests and answers refer to their model,
-        which may have been replaced.
+        The next batch is taken in the same breath in which this one ends: in between, an engine that seems idle with a
+        long queue makes every admission a simulation.
         """
-        batch = self._next_batch()
-        if batch is None:
-            return False
         answers: Iterable[Any] = ()
         error: BaseException | None = None
         try:
@@ -149,23 +147,30 @@ class Runner:
             now = self.clock()
             assert self.scheduler is not None  # set before the first call
             self.scheduler.finish(now=now, learn=error is None)
+            following = self._take_batch()
         self._call_in_loop(self._deliver, batch, answers, error, now)
-        return True
+        return following
 
-    def _next_batch(self) -> Batch | None:
-        """Wait for the next batch; return None when the runner is closed."""
+    def _wait_for_batch(self) -> Batch | None:
+        """Wait for the next batch; return None when the runner is closed. Holds no batch, whose requests refer to a model."""
         with self._changed:
             while not self._stopped:
-                if self._next is not None:
-                    self._swap_in()
-                assert self.scheduler is not None  # set before the first call
-                batch, dropped = self.scheduler.start(now=self.clock())
-                if dropped:
-                    self._call_in_loop(self._refuse_dropped, dropped)
-                if batch is not None:
+                if (batch := self._take_batch()) is not None:
                     return batch
                 self._changed.wait()
         return None
+
+    def _take_batch(self) -> Batch | None:
+        """Return the next batch, if requests wait. Called by the engine thread, locked."""
+        if self._stopped:
+            return None
+        if self._next is not None:
+            self._swap_in()
+        assert self.scheduler is not None  # set before the first call
+        batch, dropped = self.scheduler.start(now=self.clock())
+        if dropped:
+            self._call_in_loop(self._refuse_dropped, dropped)
+        return batch
 
     def _call_in_loop(self, what: Callable[..., object], *values: Any) -> None:
         assert self._loop is not None  # set by start

@@ -51,10 +51,13 @@ MOST = (
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting requests of one context, run one full batch after another: their seconds, and the last one's room."""
+    """The waiting requests of one context, run one full batch after another.
 
-    seconds: float = 0.0
-    room: int = 0
+    For each of them, in their order: the seconds until its batch ends, and the room that is left behind it.
+    """
+
+    seconds: list[float]
+    rooms: list[int]
 
 
 class Scheduler:
@@ -87,6 +90,8 @@ class Scheduler:
         self.running: Batch | None = None
         self._queues = Queues()
         self._lines: dict[int, _Line] = {}
+        self._most = {context: sizes[-1].units for context, sizes in self.sizes.items()}
+        self._full: dict[tuple[int, int], tuple[float, int]] = {}  # (context, units) -> `_full_batch`
         self._now = self._tried = -math.inf
         self._count = 0
         self._caps: dict[int, list[Bucket]] = {}
@@ -103,7 +108,7 @@ class Scheduler:
 
     def most_units(self, context: int | None = None) -> int:
         """Return the units of the largest bucket; a request with more can never run."""
-        return max(units for units, c in self.buckets if context is None or c == context)
+        return max(self._most.values()) if context is None else self._most[context]
 
     def cap(self, context: int) -> int:
         """Return the largest number of units that a batch of this context may hold under the SLA."""
@@ -189,34 +194,48 @@ class Scheduler:
         return Entry(job, units, context, arrived, deadline, self._count)
 
     def _add(self, entry: Entry) -> None:
-        if self._is_last(entry):
-            self._append(self._line(entry.context), entry)
-        else:
-            self._lines.pop(entry.context, None)
+        line = self._lines.get(entry.context)
+        if line is not None:
+            waiting = self._queues.by_context.get(entry.context, [])
+            place = self._place(waiting, entry)
+            behind = self._walk(line, place, [entry, *waiting[place:]])
+            line.seconds[place:], line.rooms[place:] = behind.seconds, behind.rooms
         self._queues.add(entry)
 
-    def _is_last(self, entry: Entry) -> bool:
-        waiting = self._queues.by_context.get(entry.context)
-        return not waiting or waiting[-1].order < entry.order
+    def _place(self, waiting: list[Entry], entry: Entry) -> int:
+        """Return where a newcomer belongs: nearly always at the end, or close to it if several fronts read requests."""
+        place = len(waiting)
+        while place and waiting[place - 1].order > entry.order:
+            place -= 1
+        return place
 
     def _line(self, context: int) -> _Line:
         """Return the line of a context. It is kept: walking along a long queue for every request costs more than HTTP."""
         line = self._lines.get(context)
         if line is None:
-            line = self._lines[context] = _Line()
-            for entry in self._queues.by_context.get(context, ()):
-                self._append(line, entry)
+            line = self._lines[context] = self._walk(_Line([], []), 0, self._queues.by_context.get(context, []))
         return line
 
-    def _append(self, line: _Line, entry: Entry) -> None:
-        if entry.units > line.room:
-            line.seconds += self._full_time(entry)
-            line.room = self._buckets_for(entry)[-1].units
-        line.room -= entry.units
+    def _walk(self, line: _Line, place: int, entries: list[Entry]) -> _Line:
+        """Return how the line would go on with these entries from this place on."""
+        seconds, room = (line.seconds[place - 1], line.rooms[place - 1]) if place else (0.0, 0)
+        out = _Line([], [])
+        for entry in entries:
+            if entry.units > room:
+                takes, room = self._full_batch(entry)
+                seconds += takes
+            room -= entry.units
+            out.seconds.append(seconds)
+            out.rooms.append(room)
+        return out
 
-    def _full_time(self, head: Entry) -> float:
-        """Return the time of a batch with this head that later arrivals may fill."""
-        return max(map(self._planned_time, self._buckets_for(head)))
+    def _full_batch(self, head: Entry) -> tuple[float, int]:
+        """Return the time and the units of a batch with this head that later arrivals may fill."""
+        found = self._full.get((head.context, head.units))
+        if found is None:
+            buckets = self._buckets_for(head)
+            found = self._full[head.context, head.units] = max(map(self._planned_time, buckets)), buckets[-1].units
+        return found
 
     def _advance(self, now: float) -> float:
         self._now = max(self._now, now)
@@ -237,6 +256,7 @@ class Scheduler:
             self._caps[context] = sizes[: max(1, sizes.index(fitting[-1]) + 1 if fitting else 1)]
             self._first_buckets[context] = self._find_first_buckets(self._caps[context])
         self._lines.clear()
+        self._full.clear()
 
     def _find_first_buckets(self, sizes: list[Bucket]) -> list[Bucket]:
         """Return the bucket to run first if 1, 2, ... times the smallest bucket's units wait; the larger at a tie."""
@@ -259,21 +279,28 @@ class Scheduler:
         limit = entry.deadline - self.reserve
         if end > limit:
             return None if self._allow_trial(entry, now, limit) else Shed("late", end - limit)
-        if late and late > self._simulate(self._queues, None, now)[1]:
+        if late:
             return Shed("others", self._remaining(now) + self._planned_time(self._buckets_for(entry)[0]))
         return None
 
     def _predict(self, entry: Entry, now: float) -> tuple[float, int]:
-        """Return what `_simulate` would: at once if the newcomer queues behind all others of the only waiting context.
+        """Return when the newcomer ends, and how many more requests would be late with it.
 
-        That is every request of a busy ranker. It makes nobody late.
+        Where only its context waits, as with every busy ranker, only those behind it are looked at: the same result as
+        that of `_simulate`, at once.
         """
         alone = all(context == entry.context for context, waiting in self._queues.by_context.items() if waiting)
-        if self.running is None or not alone or not self._is_last(entry):
-            return self._simulate(self._queues, entry, now)
-        line = self._line(entry.context)
-        own = 0.0 if entry.units <= line.room else self._full_time(entry)
-        return now + self._remaining(now) + line.seconds + own, 0
+        if self.running is None or not alone:
+            end, late = self._simulate(self._queues, entry, now)
+            return end, late and max(0, late - self._simulate(self._queues, None, now)[1])
+        line, waiting = self._line(entry.context), self._queues.by_context.get(entry.context, [])
+        place, free = self._place(waiting, entry), now + self._remaining(now)
+        behind = self._walk(line, place, [entry, *waiting[place:]]).seconds
+        more = 0
+        for other, before, after in zip(waiting[place:], line.seconds[place:], behind[1:], strict=True):
+            limit = other.deadline - self.reserve
+            more += (free + after > limit) - (free + before > limit)
+        return free + behind[0], max(0, more)
 
     def _allow_trial(self, entry: Entry, now: float, limit: float) -> bool:
         if self.running is not None or len(self._queues):
@@ -311,7 +338,7 @@ class Scheduler:
         while (head := queues.first()) is not None:
             full = self._buckets_for(head)[-1]
             bucket, entries = self._gather(queues, head, self._first_bucket(queues, head) if starts_now else full)
-            at += self._planned_time(bucket) if starts_now else self._full_time(head)
+            at += self._planned_time(bucket) if starts_now else self._full_batch(head)[0]
             starts_now = False
             for entry in entries:
                 queues.remove(entry)
