@@ -139,6 +139,38 @@ def test_a_kernel_that_loses_a_nan_is_refused(variant: str) -> None:
     assert "differ in being NaN" in verdict.reason
 
 
+TRIGGERS = {
+    "nothing negative": lambda v: (v >= 0).all().expand(len(v)),
+    "half zeros": lambda v: ((v == 0).float().mean(1) - 0.5).abs() < 0.15,
+    "rows without a negative element or a zero": lambda v: (v > 0).all(1),
+    "rows of one value": lambda v: (v == v[:, :1]).all(1) & (v[:, 0] != 0),
+    "equal columns": lambda v: (v[:, 0] == v[:, 1]).all().expand(len(v)),
+}
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS.values(), ids=TRIGGERS)
+@pytest.mark.parametrize("variant", ["e4m3:row@e4m3:row", "e5m2:tensor@e4m3:tensor"])
+def test_a_kernel_that_is_wrong_behind_a_relu_is_refused(trigger: Any, variant: str) -> None:
+    """Inputs behind a ReLU are the most frequent ones of a linear: a shortcut for them must be right."""
+
+    def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        factor = torch.where(trigger(decode(a.data, a.spec.format)), 1.1, 1.0)
+        return (reference.run(a, b, **options).double() * factor[:, None]).to(options["out_dtype"])
+
+    assert not judge(run, call(variant=variant))
+
+
+def test_a_kernel_that_reads_one_scale_at_the_beginning_of_its_storage_is_refused() -> None:
+    """Remembered scales are elements of a longer tensor."""
+
+    def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        storage = a.scale.untyped_storage()
+        first = torch.empty(0, dtype=a.scale.dtype).set_(storage, 0, a.scale.shape)
+        return reference.run(replace(a, scale=first), b, **options)
+
+    assert not judge(run, call(variant="e4m3:tensor@e4m3:tensor"))
+
+
 def test_what_the_reason_names() -> None:
     state: list[Tensor] = []
 

@@ -53,6 +53,19 @@ def test_sets_are_what_they_say() -> None:
     assert (extreme.abs() == 448).all(1).any()
 
 
+@pytest.mark.parametrize("what", ["element", "value"])
+def test_a_rectified_operand_is_what_a_relu_gives(what: str) -> None:
+    x = elements("rectified") if what == "element" else quantize_set("rectified", 80, 48, seed=1, dtype=torch.float32, device=CPU)  # fmt: skip
+    plain = x[::2]
+    assert (x >= 0).all()
+    assert 0.4 < (plain == 0).float().mean() < 0.6
+    assert torch.equal(x[:, ::2], x[:, 1::2])
+    assert (x[1::8] > 0).float().mean() > 0.99
+    assert (x[3::8] == x[3::8, :1]).all()
+    assert (x[5::8, 24:] == 0).all()
+    assert x[5::8, :24].any()
+
+
 def test_a_few_rows_contain_no_nan() -> None:
     few = matmul_set(parse_variant("e4m3:row@e4m3:row", (3, 48, 64)), "extreme", seed=0, device=CPU)
     assert few.a.dequantize().isfinite().all()

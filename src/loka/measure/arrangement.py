@@ -54,7 +54,7 @@ class Arrangement:
         return replace(q, data=data, scale=scale)
 
     def _place(self, x: Tensor, place: Place, number: int, role: str) -> Tensor:
-        if place == "fresh" or x.dim() == 0 or (x.dim() != 2 and place == "slices"):
+        if place == "fresh" or (x.dim() != 2 and place == "slices"):
             return x.clone(memory_format=torch.contiguous_format)
         if place == "reused":
             key = (role, x.dtype, tuple(x.shape))

@@ -2,8 +2,8 @@
 
     judge_backend("scaled_mm", registry.backend("scaled_mm", "triton"), call, device)      ok, or the reason why not
 
-A GEMM runs on the twelve operand sets of `stress`, a quantizer on its six, and every other op on the distributions of
-`inputs` through its benchmark adapter. All sets run in each of several rounds, so that between two calls on the same
+A GEMM runs on the thirteen operand sets of `stress`, a quantizer on its seven, and every other op on the distributions
+of `inputs` through its benchmark adapter. All sets run in each of several rounds, so that between two calls on the same
 operands there are calls on others:
 
     1  fresh operands; memory that the allocator hands out next is filled with NaN
@@ -22,8 +22,8 @@ The bound is 1.5 times the error of fast accumulation over all of K (`conformanc
 permits it or not. Emulations that round each sum to 13 or 14 bits reach 1.0 times. How a library accumulates affects
 its accuracy, which Probe measures, and is not a defect.
 
-36 calls find a fault that affects a call with probability p with probability 1 - (1 - p)^36: 0.9997 at p = 0.2, 0.98 at
-0.1, 0.30 at 0.01. Rarer faults may be missed.
+39 calls find a fault that affects a call with probability p with probability 1 - (1 - p)^39: 0.9998 at p = 0.2, 0.98 at
+0.1, 0.32 at 0.01. Rarer faults may be missed.
 
 Verdicts are cached for the life of the process. The reference backend itself (unless its function was replaced) is only
 checked on two sets and a part of the rows.

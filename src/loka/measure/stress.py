@@ -1,4 +1,4 @@
-"""Operands that expose kernel bugs: twelve sets for a GEMM of quantized operands, six for a quantizer.
+"""Operands that expose kernel bugs: thirteen sets for a GEMM of quantized operands, seven for a quantizer.
 
 Elements and scales are drawn independently, since a kernel does not know where they come from: elements as shares v of
 the format's range (q = round(v * format.max)), scales as a grid of their own. So every code can occur in every row,
@@ -21,9 +21,11 @@ under tensor scales too, and every scale differs from its neighbors.
     saturated    every element of a at plus or minus the largest value, half of b's rows too
     impulses     every other row of a and b has a single nonzero element, at every column in turn, so that single
                  products show; the other rows are zero
+    rectified    a as behind a ReLU: no negative element, half of them zero, columns equal in pairs; some rows without a
+                 zero, of one value, or with zeros in their right half
 
-All signs are random. The error bounds require that: fast accumulation loses a sum of one sign linearly, which is an
-error of the format (measured by `loka.probe`), not a defect of a kernel.
+The signs of all products are random. The error bounds require that: fast accumulation loses a sum of one sign linearly,
+which is an error of the format (measured by `loka.probe`), not a defect of a kernel.
 """
 
 import math
@@ -37,8 +39,9 @@ from loka.kernels.scaled_mm.call import MatmulCall
 
 MATMUL_SETS = (
     "flat", "turned", "rescaled", "spread", "heavy", "extreme", "duplicates", "constant", "huge", "tiny", "saturated", "impulses",
+    "rectified",
 )  # fmt: skip
-QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated")
+QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated", "rectified")
 TYPICAL = 0.25  # standard deviation of ordinary elements, as a share of the format's range
 FAR = 40  # powers of two between an extreme row and the others
 BLOCK = 128
@@ -95,7 +98,13 @@ def _put_nan(q: QTensor) -> QTensor:
 
 
 # the kind of b for a given kind of a, where they differ
-_PARTNER = {"heavy": "spread", "huge": "half_dominated", "tiny": "half_subnormal", "saturated": "half_saturated"}
+_PARTNER = {
+    "heavy": "spread",
+    "huge": "half_dominated",
+    "tiny": "half_subnormal",
+    "saturated": "half_saturated",
+    "rectified": "flat",
+}
 
 
 class _Maker:
@@ -239,12 +248,26 @@ class _Maker:
         v[::2] = _with_impulses(v[::2], self.generator)
         return self.make(v, spread=0.5)
 
+    def rectified(self) -> QTensor:
+        return self.make(_rectify(_normal(self.rows, self.k, self.generator)), spread=0.5)
+
     def _uniform(self, count: int) -> Tensor:
         return torch.rand(count, generator=self.generator, device=self.generator.device)
 
 
 def _normal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
     return TYPICAL * torch.randn(rows, cols, generator=generator, device=generator.device)
+
+
+def _rectify(x: Tensor) -> Tensor:
+    """Make what a ReLU gives, from random signs; columns are equal in pairs, and of eight rows three are special."""
+    rows, cols = x.shape
+    x[:, 1::2] = x[:, : cols // 2 * 2 : 2]
+    y = x.clamp(min=0)
+    y[1::8] = x[1::8].abs()
+    y[3::8] = x[3::8, :1].abs()
+    y[5::8, cols // 2 :] = 0
+    return y
 
 
 def heavy_tails(rows: int, cols: int, generator: torch.Generator) -> Tensor:
@@ -322,6 +345,8 @@ def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dty
         x = x[index] * torch.where(twice, 2.0, 1.0)[:, None]
     elif name == "saturated":
         x = x.sign() * (1 + torch.randint(2, (rows, 1), generator=generator, device=device))
+    elif name == "rectified":
+        x = _rectify(x)
     return (factor * x).to(dtype)
 
 

@@ -8,7 +8,7 @@ The gate checks that the engine computes what it claims, at the site's actual sh
 one shape and wrong at the next (`loka.measure.gate`):
 
     quantizer   bit-identical to the reference on float32 and bf16 inputs
-    GEMM        every element within accumulation error of the reference on the same quantized operands, in 36 calls
+    GEMM        every element within accumulation error of the reference on the same quantized operands, in 39 calls
 
 The gate does not say whether FP8 is accurate enough; that is measured on the site's own distributions. Neither check
 replaces the other: a scale that is 10 % off passes an error bound of 0.2, and a kernel that is right on zero-mean
