@@ -29,9 +29,9 @@ class Deep(nn.Module):
         return x
 
 
-def make(layers: int) -> tuple[nn.Module, Tensor]:
+def make(layers: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model, ids = Deep(layers).eval(), torch.randint(0, 50, (32,))
+    model, ids = Deep(layers).eval().to(dtype), torch.randint(0, 50, (32,))
     loka.convert(model, plan_everything(model, (ids,), serving=True), freeze=True)
     return model, ids
 
@@ -68,8 +68,9 @@ def test_a_file_that_is_close_needs_no_second_look() -> None:
     assert found.rows == [32, 35]
 
 
-def test_a_deep_fp8_model_moves_by_itself_and_a_file_may_as_much() -> None:
-    model, ids = make(6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deep_fp8_model_moves_by_itself_and_a_file_may_as_much(dtype: torch.dtype) -> None:
+    model, ids = make(6, dtype)
     with pytest.raises(ValueError, match="the model's own results move") as told:
         agree(model, ids, off_by(model, 0.5))
     moved = float(str(told.value).split("more than the ")[1].split()[0])

@@ -21,7 +21,7 @@ from loka.formats import relative_l2
 from loka.units.example import call_model
 
 CLOSE = 0.01  # relative L2 that is always accepted, unless the caller gives a tolerance
-NUDGE = 2.0**-9  # half a unit in the last place of bf16
+NUDGE = 2.0**-8  # a unit in the last place of bf16: half of all bf16 numbers become a neighbor, the others stay
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
