@@ -408,6 +408,42 @@ def test_the_next_batch_is_taken_when_the_last_one_ends() -> None:
     assert not any(idle)
 
 
+def test_answers_are_taken_while_the_device_is_busy_with_the_next_batch() -> None:
+    class Launching(Sleeper):
+        launches = True
+        told: list[str]
+
+        def run(self, bucket: tuple[int, int], jobs: Any) -> Any:
+            if self.broken:
+                raise RuntimeError("broken before it was launched")
+            self.told.append("launch")
+            self.launched()  # type: ignore[attr-defined]
+            return super().run(bucket, jobs)
+
+    model = Launching({(1, 0): 0.02})
+    model.told, model.launched = [], lambda: None  # type: ignore[attr-defined]
+    runner = Runner(model, Policy(sla=60.0))
+
+    async def work() -> None:
+        await runner.start()
+        model.told.clear()
+        ask = model.request_type(number=1)
+        tickets = [runner.submit(ask, arrived=time.monotonic()) for _ in range(4)]
+        for ticket in tickets:
+            ticket.future.add_done_callback(lambda _: model.told.append("answer"))
+        assert [(await ticket.future).number for ticket in tickets] == [2] * 4  # the last one too, which none follows
+        await asyncio.sleep(0)
+        assert model.told == ["launch", *["launch", "answer"] * 3, "answer"]
+        model.broken = True
+        failing = [runner.submit(ask, arrived=time.monotonic()) for _ in range(3)]
+        for ticket in failing:
+            with pytest.raises(Refused, match="the model failed"):
+                await asyncio.wait_for(ticket.future, 10)
+        runner.close()
+
+    asyncio.run(work())
+
+
 def test_the_heap_is_exempt_from_collections_before_the_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """One collection over the heap of a compiled model stops every thread for tenths of a second."""
     ready: list[bool] = []
