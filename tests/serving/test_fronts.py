@@ -22,7 +22,7 @@ import pytest
 from loka.serving import Limits, Policy, RankRequest, Server, Service
 from loka.serving import link as frames
 from loka.serving.front_process import RemoteService
-from loka.serving.fronts import Fronts
+from loka.serving.fronts import Fronts, Process, Reply
 from loka.serving.rank_reader import RankReader
 from loka.serving.rehearsal import Turns
 from loka.serving.runner import Refused, Runner
@@ -320,6 +320,29 @@ def test_a_front_uses_its_memory_again_and_sheds_when_there_is_none() -> None:
             tickets[2].future.result()
         assert remote._blocks._free == [(0, size)]
         assert not remote._asked
+
+    asyncio.run(work())
+
+
+def test_what_a_dead_front_asked_is_not_answered_to_the_one_that_replaces_it() -> None:
+    """Both count their requests from zero: an answer to the wrong one would free memory that is in use."""
+
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        process = Process(Fronts(service, 1, limits=Limits(), token_file=None, verbose=False), None)  # type: ignore[arg-type]
+        frame = frames.Submit(0, "sleeper", 0, 0.0, "r", None, 0, 0, 0)
+        links, replies = [Post(), Post()], []
+        for each in links:
+            process.link = each  # type: ignore[assignment]
+            replies.append(Reply(process, frame, service.first))
+            process._pending[0] = replies[-1]
+        replies[0].gone = True  # its batch was running when the front died, and ends now
+        replies[0].set_result(None)
+        assert (links[0].sent, links[1].sent) == ([frames.Released(0)], [])
+        assert process._pending == {0: replies[1]}
+        replies[1].set_exception(Refused(429, "late", "would be answered too late"))
+        assert links[1].sent[0].status == 429
+        assert not process._pending
 
     asyncio.run(work())
 
