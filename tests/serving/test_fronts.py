@@ -22,7 +22,7 @@ import pytest
 from loka.serving import Limits, Policy, RankRequest, Server, Service
 from loka.serving import link as frames
 from loka.serving.front_process import RemoteService
-from loka.serving.fronts import Fronts
+from loka.serving.fronts import Fronts, Process, Reply
 from loka.serving.rank_reader import RankReader
 from loka.serving.rehearsal import Turns
 from loka.serving.runner import Refused, Runner
@@ -324,6 +324,29 @@ def test_a_front_uses_its_memory_again_and_sheds_when_there_is_none() -> None:
     asyncio.run(work())
 
 
+def test_what_a_dead_front_asked_is_not_answered_to_the_one_that_replaces_it() -> None:
+    """Both count their requests from zero: an answer to the wrong one would free memory that is in use."""
+
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        process = Process(Fronts(service, 1, limits=Limits(), token_file=None, verbose=False), None)  # type: ignore[arg-type]
+        frame = frames.Submit(0, "sleeper", 0, 0.0, "r", None, 0, 0, 0)
+        links, replies = [Post(), Post()], []
+        for each in links:
+            process.link = each  # type: ignore[assignment]
+            replies.append(Reply(process, frame, service.first))
+            process._pending[0] = replies[-1]
+        replies[0].gone = True  # its batch was running when the front died, and ends now
+        replies[0].set_result(None)
+        assert (links[0].sent, links[1].sent) == ([frames.Released(0)], [])
+        assert process._pending == {0: replies[1]}
+        replies[1].set_exception(Refused(429, "late", "would be answered too late"))
+        assert links[1].sent[0].status == 429
+        assert not process._pending
+
+    asyncio.run(work())
+
+
 def test_places_never_overlap_and_become_whole_again() -> None:
     blocks, source, held = frames.Blocks(64 * 1024), random.Random(1), []
     for _ in range(3000):
@@ -406,6 +429,42 @@ def test_the_next_batch_is_taken_when_the_last_one_ends() -> None:
     asyncio.run(work())
     assert len(idle) >= 20
     assert not any(idle)
+
+
+def test_answers_are_taken_while_the_device_is_busy_with_the_next_batch() -> None:
+    class Launching(Sleeper):
+        launches = True
+        told: list[str]
+
+        def run(self, bucket: tuple[int, int], jobs: Any) -> Any:
+            if self.broken:
+                raise RuntimeError("broken before it was launched")
+            self.told.append("launch")
+            self.launched()  # type: ignore[attr-defined]
+            return super().run(bucket, jobs)
+
+    model = Launching({(1, 0): 0.02})
+    model.told, model.launched = [], lambda: None  # type: ignore[attr-defined]
+    runner = Runner(model, Policy(sla=60.0))
+
+    async def work() -> None:
+        await runner.start()
+        model.told.clear()
+        ask = model.request_type(number=1)
+        tickets = [runner.submit(ask, arrived=time.monotonic()) for _ in range(4)]
+        for ticket in tickets:
+            ticket.future.add_done_callback(lambda _: model.told.append("answer"))
+        assert [(await ticket.future).number for ticket in tickets] == [2] * 4  # the last one too, which none follows
+        await asyncio.sleep(0)
+        assert model.told == ["launch", *["launch", "answer"] * 3, "answer"]
+        model.broken = True
+        failing = [runner.submit(ask, arrived=time.monotonic()) for _ in range(3)]
+        for ticket in failing:
+            with pytest.raises(Refused, match="the model failed"):
+                await asyncio.wait_for(ticket.future, 10)
+        runner.close()
+
+    asyncio.run(work())
 
 
 def test_the_heap_is_exempt_from_collections_before_the_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,7 @@ class FrontProcess:
         gc.collect()
         gc.freeze()
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self.service.measure_lag()), loop.create_task(self._tick(settings.parent))]
+        tasks = [loop.create_task(self.service.measure_lag()), loop.create_task(self._tick(settings.parent, tokens))]
         serving = loop.create_task(listener._serve([self.listening]))
         while not listener.started and not serving.done():
             await asyncio.sleep(0.002)
@@ -306,11 +306,13 @@ class FrontProcess:
         self.service.report()
         self._link.close()
 
-    async def _tick(self, parent: int) -> None:
+    async def _tick(self, parent: int, tokens: Tokens | None) -> None:
         assert self.service is not None
         while True:
             await asyncio.sleep(TICK)
             self.service.report()
+            if tokens is not None:  # not only when a request comes: all fronts know the same tokens
+                tokens.refresh()
             if os.getppid() != parent:  # in case a process that it forked holds its end of the socket
                 self._lose()
 

@@ -43,12 +43,16 @@ SLOWEST = 5.0  # seconds to wait, at most, before a front that died again and ag
 
 
 class Reply:
-    """Whoever waits in a front for an answer, as a runner sees it: like an asyncio.Future."""
+    """Whoever waits in a front for an answer, as a runner sees it: like an asyncio.Future.
 
-    __slots__ = ("frame", "gone", "process", "request", "runner", "settled", "ticket")
+    It answers over the link on which it was asked: the front that replaces a dead one counts its requests anew.
+    """
+
+    __slots__ = ("_link", "frame", "gone", "process", "request", "runner", "settled", "ticket")
 
     def __init__(self, process: "Process", frame: link.Submit, runner: Runner) -> None:
         self.process, self.frame, self.runner = process, frame, runner
+        self._link = process.link
         self.ticket: Ticket | None = None
         self.request: Any = None
         self.gone = self.settled = False
@@ -99,7 +103,9 @@ class Reply:
         )
 
     def _settle(self, frame: Any) -> None:
-        self.process.answer(self.frame.id, frame)
+        self.process.forget(self)
+        if self._link is not None:
+            self._link.send(frame)
         self.settled = True
 
 
@@ -152,11 +158,10 @@ class Process:
         if self.link is not None:
             self.link.send(state)
 
-    def answer(self, number: int, frame: Any) -> None:
-        """Send the last frame about a request."""
-        self._pending.pop(number, None)
-        if self.link is not None:
-            self.link.send(frame)
+    def forget(self, reply: Reply) -> None:
+        """Let go of a request that is answered."""
+        if self._pending.get(reply.frame.id) is reply:
+            del self._pending[reply.frame.id]
 
     async def stop(self, seconds: float) -> None:
         """Let the front answer whoever waits and end; kill it when the time is over."""
@@ -226,20 +231,21 @@ class Process:
             log.exception("event not written", extra={"fields": {"request_id": frame.request_id}})
 
     def _outcome(self, frame: link.Outcome) -> None:
-        task = asyncio.get_running_loop().create_task(self._write_outcome(frame))
+        assert self.link is not None  # it has just been heard
+        task = asyncio.get_running_loop().create_task(self._write_outcome(frame, self.link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _write_outcome(self, frame: link.Outcome) -> None:
+    async def _write_outcome(self, frame: link.Outcome, asker: link.Link) -> None:
         try:
             new = await self.fronts.service.write_outcome(frame.request_id, frame.fields)
         except Refused as refused:
-            self.answer(frame.id, link.Refusal(frame.id, refused.status, refused.reason, refused.message))
+            asker.send(link.Refusal(frame.id, refused.status, refused.reason, refused.message))
         except Exception as error:
             log.exception("failed", extra={"fields": {"request_id": frame.request_id}})
-            self.answer(frame.id, link.Refusal(frame.id, 500, "internal", f"{type(error).__name__}; see the log"))
+            asker.send(link.Refusal(frame.id, 500, "internal", f"{type(error).__name__}; see the log"))
         else:
-            self.answer(frame.id, link.Written(frame.id, new))
+            asker.send(link.Written(frame.id, new))
 
     def _ready(self, frame: link.Listening) -> None:
         self.ready = frame.ready

@@ -10,7 +10,7 @@ On a GPU every bucket of rows runs as one CUDA graph; a ranker with sequence col
 the model for every bucket before it is ready: only then are the FP8 ops of a plan fused with the ops around them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +89,8 @@ class RankingModel:
         self.compiled = compiled
         self._call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.captures = 0
+        self.launches = self.graphs  # it says when the GPU is busy, see `Servable.run`
+        self.launched: Callable[[], object] = lambda: None
         self._made: dict[int, _Prepared] = {}
         self._staging = Staging(self.device)
         self.reader = RankReader(self.schema, self.rows[-1])
@@ -151,6 +153,7 @@ class RankingModel:
             # a copy: a model may return a part of its input, and answers are taken while the next batch is filled in
             return self._call_linked(batch)[:used].to("cpu", copy=True).numpy()
         made.graph.replay()
+        self.launched()
         assert made.scores is not None  # set by _capture
         return made.scores[:used].cpu().numpy()
 

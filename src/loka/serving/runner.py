@@ -107,6 +107,7 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next: tuple[Servable, Scheduler, asyncio.Future[None]] | None = None
         self._closing = self._stopped = False
+        self._held: tuple[Batch, Iterable[Any], BaseException | None, float] | None = None
         self._seen = 0
 
     async def start(self) -> None:
@@ -138,9 +139,12 @@ class Runner:
         """
         answers: Iterable[Any] = ()
         error: BaseException | None = None
+        model: Any = self.model
         try:
             with self.turn:
-                answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
+                if getattr(model, "launches", False):
+                    model.launched = self._hand_over
+                answers = model.run(batch.bucket, [entry.job.job for entry in batch.entries])
         except BaseException as caught:  # passed to the waiting requests; the engine goes on
             error = caught
         with self._changed:
@@ -148,8 +152,21 @@ class Runner:
             assert self.scheduler is not None  # set before the first call
             self.scheduler.finish(now=now, learn=error is None)
             following = self._take_batch()
-        self._call_in_loop(self._deliver, batch, answers, error, now)
+        self._hand_over()  # if the model could not be launched
+        self._held = (batch, answers, error, now)
+        if following is None or not getattr(self.model, "launches", False):
+            self._hand_over()
         return following
+
+    def _hand_over(self) -> None:
+        """Let the event loop take the answers of the last batch.
+
+        A model that says when its device is busy has them taken then: before, the loop and the engine thread would both
+        want the interpreter's lock, and the device would wait.
+        """
+        held, self._held = self._held, None
+        if held is not None:
+            self._call_in_loop(self._deliver, *held)
 
     def _wait_for_batch(self) -> Batch | None:
         """Wait for the next batch; return None when the runner is closed. Holds no batch, whose requests refer to a model."""

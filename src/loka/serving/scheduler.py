@@ -19,7 +19,8 @@ The rules:
     trial       an idle engine with an empty queue accepts a request that is in time at the median, or else one every
                 `TRIAL` SLAs whatever the learned times: otherwise one slow phase would shed requests forever
     drop        when a batch starts, requests that cannot finish in time even in the smallest bucket at its median time
-                are dropped
+                are dropped, and so are those of the batch that would be late in it at its median time: after a moment
+                in which the machine stood still, answering them late would make all behind them late too
     cancel      a cancelled request leaves its queue; one that is already running is finished
 
 q is a high quantile of the learned times (loka.serving.times). A batch that has run past its quantile is expected to
@@ -160,10 +161,18 @@ class Scheduler:
         self._lines.clear()
         for entry in dropped:
             entry.state = "dropped"
-        chosen = self._choose(self._queues, now)
+        while (chosen := self._choose(self._queues, now)) is not None:
+            bucket, entries = chosen
+            end = now + self.times.quantile(bucket, MEDIAN)
+            lost = [entry for entry in entries if end > entry.deadline and not entry.trial]
+            if not lost:
+                break
+            for entry in lost:
+                self._queues.remove(entry)
+                entry.state = "dropped"
+            dropped += lost
         if chosen is None:
             return None, dropped
-        bucket, entries = chosen
         for entry in entries:
             self._queues.remove(entry)
             entry.state = "running"

@@ -179,7 +179,9 @@ class Servable(Protocol):
         """Run one batch; return one answer per job, a msgspec struct with a property `empty`.
 
         The server takes the answers while the engine runs the next batch. Work that needs no engine, such as sorting
-        scores, is best done then: return an iterator (`map`) that does it.
+        scores, is best done then: return an iterator (`map`) that does it. A model with a true attribute `launches`
+        calls its attribute `launched`, which the server sets, once its device is busy with the batch: the answers of
+        the batch before are taken then.
         """
         ...
 

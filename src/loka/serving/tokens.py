@@ -34,17 +34,16 @@ class Tokens:
 
     def accept(self, header: str | None) -> bool:
         """Return True if an Authorization header carries one of the tokens."""
-        self._refresh()
+        if self.clock() - self._looked >= EVERY:
+            self.refresh()
         scheme, _, token = (header or "").partition(" ")
         given = _digest(token.strip())
         found = [hmac.compare_digest(given, known) for known in self._digests]
         return any(found) and scheme.lower() == "bearer"
 
-    def _refresh(self) -> None:
-        now = self.clock()
-        if now - self._looked < EVERY:
-            return
-        self._looked = now
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        self._looked = self.clock()
         stamp = self._stat()
         if stamp is None or stamp == self._stamp:
             return
