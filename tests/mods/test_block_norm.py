@@ -138,3 +138,53 @@ def test_norms_that_cannot_be_replaced_are_refused_with_the_reason():
 def test_a_block_of_one_feature_is_refused():
     with pytest.raises(ValueError, match="keeps only its sign"):
         mods.UseBlockNorm(block=1)
+
+
+class GemmaRMSNorm(nn.Module):
+    """A gain of 1 + weight, so that weights begin at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * (1 + self.weight)
+
+
+class RenamedLayerNorm(nn.Module):
+    """Its gain has a name that block_norm does not know, and would be lost."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:]) * self.gamma
+
+
+class LouderLayerNorm(nn.LayerNorm):
+    """A subclass that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class FailingRMSNorm(nn.RMSNorm):
+    """A norm that needs more than rows of features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x[:, :, :1]
+
+
+@pytest.mark.parametrize("kind", [GemmaRMSNorm, RenamedLayerNorm, LouderLayerNorm, FailingRMSNorm])
+def test_a_norm_of_another_formula_is_left(kind):
+    """With Gemma's norm the next linear was multiplied by a gain of zeros, and the model was dead."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), kind(512), nn.Linear(512, 4))
+    x = torch.randn(8, 3, 64)
+    before, state = run(model, (x,)), snapshot(model)
+    applied = mods.apply(model, "block_norm", example=(x,))
+    assert not applied.summary.changed
+    assert kind.__name__ in str(applied)
+    assert torch.equal(run(model, (x,)), before)
+    assert_same_state(model, state)

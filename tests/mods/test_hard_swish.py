@@ -54,3 +54,22 @@ def test_gates_can_be_kept():
     model, inputs = subject("gated")
     mods.apply(model, mods.UseHardSwish(gates=False), example=inputs)
     assert isinstance(model.gate, nn.Sigmoid)
+
+
+class LoudGELU(nn.GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x) + 1
+
+
+class TiltedSigmoid(nn.Sigmoid):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+def test_an_activation_with_a_forward_of_its_own_is_left():
+    model, x = nn.Sequential(LoudGELU(), nn.Linear(4, 4), TiltedSigmoid(), nn.Linear(4, 1)), torch.randn(3, 4)
+    before = model(x)
+    applied = mods.apply(model, "hard_swish", example=x)
+    assert not applied.summary.changed
+    assert "LoudGELU with a forward of its own" in str(applied)
+    assert torch.equal(model(x), before)

@@ -15,6 +15,7 @@ from loka.formats import QTensor
 from loka.kernels import registry
 from loka.kernels.fused_linear import DgradResult
 from loka.kernels.fused_linear import reference as fused_law
+from loka.kernels.norm_quantize import reference as norm_law
 from loka.kernels.scaled_mm import reference as product_law
 from loka.tuning import gradients
 
@@ -102,6 +103,53 @@ def test_a_wrong_step_of_backward_is_refused(defect: Defect, monkeypatch: pytest
     model, _ = make_trained()
     assert refused(model) == {"first", "second", "third"}
     assert not placed(model)
+
+
+def _flip_one(x: Tensor) -> Tensor:
+    return torch.where(x.abs() == x.abs().max(), -3 * x, x)
+
+
+VECTORS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "nothing": torch.zeros_like,
+    "sign": torch.neg,
+    "twice": lambda x: 2 * x,
+    "another column": lambda x: x.roll(1),
+    "one column": _flip_one,
+    "not a number": lambda x: x * float("nan"),
+    "none": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("defect", VECTORS.values(), ids=VECTORS)
+def test_a_wrong_bias_gradient_is_refused(defect: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels add up the gradients of biases besides; nothing else depends on them, and wrong ones train wrong biases."""
+    plant_step(monkeypatch, lambda made: made if made.bias is None else replace(made, bias=defect(made.bias)))
+    model, _ = make_trained()
+    assert refused(model) == {"first", "second", "third"}
+    assert not placed(model)
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+@pytest.mark.parametrize("defect", [torch.neg, torch.zeros_like, _flip_one])
+def test_a_wrong_gradient_of_a_norm_is_refused(which: str, defect: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    def gradient(*given: Any, **options: Any) -> Any:
+        made = norm_law.gradient(*given, **options)
+        vector = getattr(made, which)
+        return made if vector is None else replace(made, **{which: defect(vector)})
+
+    plant(monkeypatch, "norm_quantize", norm_law, gradient=gradient)
+    model, _ = make_trained()
+    assert refused(model) == {"first", "second", "third"}
+
+
+def test_a_bias_whose_gradient_rounding_decides_is_not_compared() -> None:
+    """Behind a shift that a norm removes again, the gradient of a bias is nothing but rounding."""
+    generator = torch.Generator().manual_seed(0)
+    ref, nudged, found = ([torch.randn(1, 64, generator=generator)] for _ in range(3))
+    assert gradients._compare_vector("a bias", found, ref, nudged) is None
+    close = [ref[0] * (1 + 0.01 * torch.randn(1, 64, generator=generator))]
+    assert gradients._compare_vector("a bias", found, ref, close) is not None
+    assert gradients._compare_vector("a bias", close, ref, close) is None
 
 
 @pytest.mark.parametrize("defect", WEIGHTS.values(), ids=WEIGHTS)

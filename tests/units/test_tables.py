@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import loka
 from loka.kernels.embedding_update import Rule
@@ -82,6 +83,50 @@ def test_all_or_nothing() -> None:
     tied.more.weight = tied.users.weight
     with pytest.raises(ValueError, match="shared"):
         loka.convert(tied, plan([table("users", "int8:row", 40)]))
+
+
+class Scaled(nn.Embedding):
+    """The usual embedding of a transformer: rows times the root of their width."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 4 * super().forward(input)
+
+
+class Double(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def _replaced() -> nn.Embedding:
+    made = nn.Embedding(40, 16)
+    made.forward = lambda ids: 4 * nn.Embedding.forward(made, ids)
+    return made
+
+
+def _hooked() -> nn.Embedding:
+    made = nn.Embedding(40, 16)
+    made.register_forward_hook(lambda module, given, out: 4 * out)
+    return made
+
+
+OWN = {
+    "a forward of its own": lambda: Scaled(40, 16),
+    "a forward of its own ": _replaced,
+    "hooks": _hooked,
+    "parametrised": lambda: parametrize.register_parametrization(nn.Embedding(40, 16), "weight", Double()),
+}
+
+
+@pytest.mark.parametrize("why", OWN)
+def test_a_table_that_does_more_than_look_rows_up_is_refused(why: str) -> None:
+    """A replaced module does not do it: the result was another one, without a word."""
+    model = Small()
+    model.users = OWN[why]()
+    batch = example()
+    before = model(*batch)
+    with pytest.raises(ValueError, match=f"users: .*{why.strip()}"):
+        loka.convert(model, plan([table("users", "int8:row", 40)]))
+    assert torch.equal(model(*batch), before)
 
 
 def test_collectives_wait_for_ranks_on_one_process() -> None:

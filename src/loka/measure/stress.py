@@ -261,7 +261,7 @@ def _normal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
 
 def _rectify(x: Tensor) -> Tensor:
     """Make what a ReLU gives, from random signs; columns are equal in pairs, and of eight rows three are special."""
-    rows, cols = x.shape
+    cols = x.shape[1]
     x[:, 1::2] = x[:, : cols // 2 * 2 : 2]
     y = x.clamp(min=0)
     y[1::8] = x[1::8].abs()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from loka.mods.editor import Editor
 from loka.mods.journal import Fold
-from loka.mods.norms import epsilon_of, find_norms, find_width, is_rms, refuse_norm
+from loka.mods.norms import epsilon_of, find_norms, find_width, is_rms, refuse_formula, refuse_norm
 from loka.nn import BLOCK, EPS, BlockNorm
 from loka.records.mods import ModClass
 from loka.units.flow import Sink
@@ -62,6 +62,8 @@ class UseBlockNorm:
                 editor.leave(
                     name, "the model is itself a norm and cannot be swapped in place; wrap it in nn.Sequential"
                 )
+            elif why := refuse_formula(norm, width):
+                editor.leave(name, why)
             else:
                 self._replace(editor, name, norm, width)
 

@@ -22,6 +22,7 @@ from loka.mods.editor import Editor
 from loka.nn import HardSigmoid, HardSwish, Sigmoid
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, Unknown
+from loka.units.following import runs_as
 
 _SWISHES = ("Swish", "SiLU", "GELU", "MemoryEfficientSwish", "QuickGELU", "NewGELUActivation", "GELUActivation")
 _FUNCTIONS = ("silu", "silu_", "gelu", "gelu_", "sigmoid", "sigmoid_")
@@ -48,9 +49,11 @@ class UseHardSwish:
             kind = type(module).__name__
             if next(module.children(), None) is not None:
                 continue
-            if isinstance(module, (nn.SiLU, nn.GELU)) or kind in _SWISHES:
+            if runs_as(module, nn.SiLU, nn.GELU) or kind in _SWISHES:
                 self._swap(editor, name, HardSwish())
-            elif self.gates and isinstance(module, (nn.Sigmoid, Sigmoid)):
+            elif isinstance(module, (nn.SiLU, nn.GELU)):
+                editor.leave(name, f"a {kind} with a forward of its own; what it computes is not known")
+            elif self.gates and runs_as(module, nn.Sigmoid, Sigmoid):
                 if why := self._refuse_gate(editor, name, module):
                     editor.leave(name, why)
                 else:

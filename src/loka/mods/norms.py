@@ -1,9 +1,14 @@
 """Find a model's norms, their widths, and which of them must not be rewritten.
 
 LayerNorm and RMSNorm of torch and of this package are recognized by class, a user's own by the name of its class. The
-width of the latter is the length of its `weight` or, without one, the width of its input on the example.
+width of the latter is the length of its `weight` or, without one, the width of its input on the example. What a user's
+own norm computes is tried out: its name does not say whether its gain is `weight` or, as in Gemma, 1 + `weight`.
 """
 
+import copy
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
@@ -35,6 +40,34 @@ def refuse_norm(norm: nn.Module) -> str | None:
     if next(norm.children(), None) is not None:
         return f"{type(norm).__name__} has child modules; what it computes is not known"
     return None
+
+
+@torch.no_grad()
+def refuse_formula(norm: nn.Module, width: int) -> str | None:
+    """Return why a norm is not normalized(x) * weight + bias, by a LayerNorm or an RMSNorm, or None if it is.
+
+    Args:
+        norm: a norm over the last dimension; one with a forward of its own is run on random rows.
+        width: the number of features.
+    """
+    known = type(norm).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) and "forward" not in vars(norm)
+    weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
+    device = weight.device if isinstance(weight, Tensor) else torch.device("cpu")
+    if known or device.type == "meta":
+        return None
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(0)).to(device)
+    x = x.to(weight.dtype) if isinstance(weight, Tensor) else x
+    try:
+        found = copy.deepcopy(norm).eval()(x).float()  # a copy: it may count or remember something
+    except Exception as error:  # a user's forward may raise anything
+        return f"{type(norm).__name__} could not be tried on [8, {width}]: {type(error).__name__}: {error}"
+    eps = epsilon_of(norm) or torch.finfo(torch.float32).eps
+    for normalized in (F.layer_norm(x.float(), (width,), eps=eps), F.rms_norm(x.float(), (width,), eps=eps)):
+        expected = normalized * (weight.float() if isinstance(weight, Tensor) else 1.0)
+        expected = expected + bias.float() if isinstance(bias, Tensor) else expected
+        if found.shape == expected.shape and float((found - expected).norm()) <= 0.02 * float(expected.norm()):
+            return None
+    return f"{type(norm).__name__} does not compute a layer or RMS norm times its weight plus its bias, as a block norm would assume; hint: keep it, or build the model with nn.RMSNorm"
 
 
 def find_width(editor: Editor, name: str, norm: nn.Module) -> int | None:

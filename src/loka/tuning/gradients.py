@@ -16,6 +16,9 @@ reference too runs with moved weights, which is about the effect of another orde
 difference into a whole rounding step. Gradients are compared as a whole and by row and column, since a kernel that is
 wrong in a few rows changes little of the whole.
 
+Gradients of biases, and of norms inside a chain, are sums over the batch that kernels compute besides. Such sums may
+cancel, so they are compared with the reference only, and only where moved weights hardly change it.
+
 A unit whose gradients fail alone is dropped, with what was seen as the reason. If the reference shows the same, FP8 is
 too coarse and no kernel is wrong: then only the linear with the worst gradient is dropped, and the rest of its chain is
 compared again. The model runs in eval mode, since dropout inside a chain draws other random numbers than torch's.
@@ -23,7 +26,7 @@ compared again. The model runs in eval mode, since dropout inside a chain draws 
 
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -132,6 +135,9 @@ def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: G
         wrong, coarse = {}, set()
     else:
         wrong = {what: fault for what in parts if what in here and what in ref and what in nudged and (fault := _compare_with_reference(what, here[what], ref[what], nudged[what]))}  # fmt: skip
+        vectors = _vectors_of(offers)
+        wrong |= {what: fault for what in vectors if what in ref and what in nudged and (fault := _compare_vector(what, here.get(what), ref[what], nudged[what]))}  # fmt: skip
+        parts |= {what: linear for what, (linear, _, _) in vectors.items()}
         coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), ref.get(what))}
     faults = [Fault(parts[what], _say_fault(text, what in coarse), size, what in coarse) for what, (text, size) in (far or wrong).items()]  # fmt: skip
     return sorted(faults, key=lambda fault: -fault.size)
@@ -141,6 +147,14 @@ def _say_fault(text: str, coarse: bool) -> str:
     if coarse:
         return f"FP8 is too coarse for its gradients here: {text}; the reference computes the same: no kernel is wrong"
     return f"its gradients are wrong here: {text}"
+
+
+def _vectors_of(offers: Iterable[Offer]) -> dict[str, tuple[str, str, str]]:
+    """Return the vectors whose gradients some offers compute: (their linear, their module, their attribute) by name."""
+    links = [link for offer in offers for link in offer.unit.links]
+    owned = [(link.linear, link.linear, "bias") for link in links]
+    owned += [(link.linear, link.norm_site, name) for link in links if link.norm_site for name in ("weight", "bias")]
+    return {f"the {name} of {module}": (linear, module, name) for linear, module, name in owned}
 
 
 def _weight_of(linear: str) -> str:
@@ -207,6 +221,21 @@ def _compare_with_reference(what: str, found: list[Tensor], ref: list[Tensor], n
     return None
 
 
+def _compare_vector(what: str, found: list[Tensor] | None, ref: list[Tensor], nudged: list[Tensor]) -> tuple[str, float] | None:  # fmt: skip
+    """Compare the gradient of a bias or of a norm with that of the reference, unless rounding decides it."""
+    if not _can_compare(ref, nudged) or _distance(nudged, ref) > UNDETERMINED:
+        return None
+    if found is None:
+        return f"no gradient reaches {what}, but one does in the reference: a kernel is wrong", float("inf")
+    if not bool(_flat(found).isfinite().all()):
+        return f"the gradient of {what} is not finite, but is finite in the reference: a kernel is wrong", float("inf")
+    for where, distance in (("", _distance), (" in an element", _line_distance)):
+        differs, allowed = distance(found, ref), max(LINE_BESIDE_REFERENCE, CHAOS * distance(nudged, ref))
+        if differs > allowed:
+            return f"the gradient of {what} differs by {differs:.0%}{where} from the reference of the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs  # fmt: skip
+    return None
+
+
 def _flat(matrices: list[Tensor]) -> Tensor:
     return torch.cat([matrix.flatten() for matrix in matrices])
 
@@ -253,9 +282,11 @@ def _run(call: Call, selection: Selection, plan: Plan | None, *, reference: bool
                     if loss.requires_grad:  # False if every parameter is frozen
                         loss.backward()  # type: ignore[no-untyped-call]
             weights = {_weight_of(name): found for name, module in named_sites(model) if name in selection.looked.sites and (found := _gradient_of(module)) is not None}  # fmt: skip
-            return weights | {
-                what: [calls[number] for number in sorted(calls)] for what, calls in inputs.items() if calls
-            }
+            return (
+                weights
+                | _vector_gradients(model, selection)
+                | {what: [calls[number] for number in sorted(calls)] for what, calls in inputs.items() if calls}
+            )
     except torch.AcceleratorError:
         raise
     except Exception as error:  # Triton's errors share no type with torch's
@@ -278,12 +309,19 @@ def _mix(losses: Tensor, batch: int) -> Tensor:
 
 
 def _gradient_of(module: nn.Module) -> list[Tensor] | None:
-    """Return the gradients of a linear's weight, or of the parameters of its parametrization; None if there are none.
-
-    Biases are left out: their gradients are sums that may cancel, and say little.
-    """
+    """Return the gradients of a linear's weight, or of the parameters of its parametrization; None if there are none."""
     found = [p.grad.detach().float().flatten(1) for p in module.parameters() if p.grad is not None and p.dim() > 1 and not p.grad.is_sparse]  # fmt: skip
     return found or None
+
+
+def _vector_gradients(model: nn.Module, selection: Selection) -> Gradients:
+    """Return the gradients of the biases and norms of all offers, each as a matrix with one row."""
+    modules, found = dict(named_sites(model)), {}
+    for what, (_, site, name) in _vectors_of(selection.offers).items():
+        vector = getattr(modules[site], name, None)
+        if isinstance(vector, nn.Parameter) and vector.grad is not None:
+            found[what] = [vector.grad.detach().float().reshape(1, -1).clone()]
+    return found
 
 
 @contextmanager
