@@ -1,9 +1,9 @@
 """Front processes: HTTP in several processes, the models in this one.
 
-A process of Python answers about 1,800 small requests a second, however fast its model is: parsing, decoding, checking,
-sorting and encoding take half a millisecond of the interpreter's lock, which the engine's thread needs too. A front
+One process of Python answers some 1,800 requests of 512 rows a second, however fast its model is: parsing, decoding,
+checking, sorting and encoding hold the interpreter's lock, which the engine's thread needs too. A front
 (loka.serving.front_process) does all of that in a process of its own. This process admits, batches, runs, and hands
-arrays back, in tens of microseconds a request.
+arrays back.
 
 Every front has a listening socket of its own on the same port (SO_REUSEPORT; the kernel distributes connections), a
 Unix socket to this process and a piece of shared memory (loka.serving.link). The listening sockets stay open here: when
