@@ -251,3 +251,19 @@ def test_a_table_that_cannot_be_trained_is_not_left_out_in_silence() -> None:
     model["user"].requires_grad_(False)
     with pytest.raises(ValueError, match="every table is frozen"):
         TableOptimizer(model)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return super().forward(index) * 8 + 1
+
+
+def test_a_table_that_does_more_than_look_rows_up_is_not_replaced() -> None:
+    """Its own forward, and hooks, would be lost without a word."""
+    hooked = nn.Sequential(nn.Embedding(10, 4))
+    hooked[0].register_forward_hook(lambda module, given, result: result * 2)
+    for model, told in ((nn.Sequential(Scaled(10, 4)), "a forward of its own"), (hooked, "has hooks")):
+        before = model[0]
+        with pytest.raises(ValueError, match=told):
+            tables.quantize_tables(model, rows="int8:row")
+        assert model[0] is before

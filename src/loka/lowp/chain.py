@@ -22,22 +22,21 @@ from loka.lowp.chain_function import ChainPrecision
 from loka.lowp.chain_handing import HandsOn
 from loka.lowp.chain_modules import (
     CHAIN,
-    SEES_CHAINS,
     Head,
     Passed,
     add_call,
     chain_of,
     chains_of,
     drop_call,
-    is_watched,
 )
 from loka.lowp.chain_parts import ChainConfig, Part
 from loka.lowp.chain_running import RunningChain
 from loka.lowp.scaling import Scaling
 from loka.lowp.step import follow, unfollow
 from loka.nn.mixing import mix, unmix
+from loka.nn.replacing import is_watched
 
-__all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
+__all__ = ["TAP", "Chain", "Part", "Tap", "chain_of", "chains_of"]
 
 TAP = "loka_tap"  # attribute of a linear: the Tap that observes a chain starting at it
 

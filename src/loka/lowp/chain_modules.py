@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from loka.lowp.chain import Chain
 
 CHAIN = "loka_chain"  # attribute of every module of a chain: the chain
-SEES_CHAINS = "loka_sees_chains"  # attribute of a forward hook that knows that modules of a chain return placeholders
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Check whether a module has a forward or backward hook that a chain would mislead.
-
-    Hooks marked with `SEES_CHAINS`, such as Probe's, do not count.
-    """
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
 
 
 class InChain(nn.Module):

@@ -20,9 +20,9 @@ from torch import nn
 
 from loka.mods.editor import Editor
 from loka.nn import HardSigmoid, HardSwish, Sigmoid
+from loka.nn.replacing import runs_as
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, Unknown
-from loka.units.following import runs_as
 
 _SWISHES = ("Swish", "SiLU", "GELU", "MemoryEfficientSwish", "QuickGELU", "NewGELUActivation", "GELUActivation")
 _FUNCTIONS = ("silu", "silu_", "gelu", "gelu_", "sigmoid", "sigmoid_")

@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.embedding_bag.rows import NAN_SCALE, fill_store
 from loka.kernels.embedding_update import TRAINABLE
+from loka.nn.replacing import is_watched, runs_as
 
 Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, offsets, weights, mode, gradient
 
@@ -347,6 +349,12 @@ def quantize_tables(
 def refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[str]:
     """Return why a table cannot be replaced by one with low-precision rows; empty if it can."""
     problems = []
+    if not runs_as(module, nn.Embedding, nn.EmbeddingBag):
+        problems.append(f"a {type(module).__name__} with a forward of its own")
+    if is_watched(module):
+        problems.append("has hooks; hint: remove them first")
+    if parametrize.is_parametrized(module):
+        problems.append("has a parametrised weight; hint: remove the parametrisation")
     if module.max_norm is not None:
         problems.append("max_norm rescales rows when they are looked up")
     if module.scale_grad_by_freq:

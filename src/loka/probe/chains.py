@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from loka.lowp.chain import SEES_CHAINS, chains_of
+from loka.lowp.chain import chains_of
+from loka.nn.replacing import SEES_CHAINS
 from loka.probe.hook import Switch
 from loka.probe.watch import Watch
 from loka.probe.weights import is_sharded

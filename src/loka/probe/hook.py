@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.lowp.chain import SEES_CHAINS, chain_of
+from loka.lowp.chain import chain_of
+from loka.nn.replacing import SEES_CHAINS
 from loka.probe.loss import LossWatch
 from loka.probe.seeing import NO_TICKET, Tap, probe_see
 from loka.probe.watch import Watch

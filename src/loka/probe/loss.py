@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from loka.lowp.chain import SEES_CHAINS
+from loka.nn.replacing import SEES_CHAINS
 from loka.probe.rows import choose_rows, take_rows
 from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
 from loka.records.prose import spell_error

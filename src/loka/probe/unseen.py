@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from loka.lowp.chain import SEES_CHAINS
+from loka.nn.replacing import SEES_CHAINS
 from loka.nn.wrapping import LENT, named_sites
 from loka.probe.adapter import find_adapter
 from loka.records import Unseen

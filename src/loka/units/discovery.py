@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from loka.lowp.chain import is_watched
 from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn import BLOCK, BlockNorm, HardSwish
+from loka.nn.replacing import is_watched, runs_as
 from loka.nn.wrapping import named_sites, own_parameters, plain_name, unwrap
 from loka.records.prose import spell_part
 from loka.records.unit import CollectivePlan, GradientScales, LinkPlan, TablePlan, UnitPlan
 from loka.units.flow import STEP, Call, Flow, prediction_linears
-from loka.units.following import Following, norm_kind, runs_as
+from loka.units.following import Following, norm_kind
 from loka.units.paths import find_holders, find_shared, see_paths
 from loka.units.tables import find_collectives, find_tables
 

@@ -8,6 +8,7 @@ from torch import nn
 from loka.kernels.activation import LEAK
 from loka.lowp.folding import can_fold
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish, norm
+from loka.nn.replacing import runs_as
 from loka.records.unit import LinkPlan
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -117,24 +118,6 @@ class Following:
             norm_site=self.norm_site, activation=self.activation, passed=list(self.passed), callers=list(self.callers), called=self.called,
             eps=self.eps, slope=self.slope, dropout=self.dropout, dropout_site=self.dropout_site,
         )  # fmt: skip
-
-
-def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Check whether a module computes what one of these classes does: no forward of a subclass, none on the instance.
-
-    Args:
-        module: any module.
-        kinds: classes of torch or of this package.
-
-    Returns:
-        False also for a subclass or an instance with a forward of its own, which may compute anything.
-
-    Example:
-        >>> runs_as(nn.GELU(), nn.GELU)
-        True
-    """
-    own = type(module).forward
-    return "forward" not in vars(module) and any(isinstance(module, kind) and own is kind.forward for kind in kinds)
 
 
 def activation_of(module: nn.Module) -> str | None:

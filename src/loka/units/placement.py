@@ -5,13 +5,14 @@ from typing import cast
 from torch import nn
 
 from loka.kernels.activation import ACTIVATIONS
-from loka.lowp.chain import Chain, Part, is_watched
+from loka.lowp.chain import Chain, Part
 from loka.lowp.chain_function import ChainPrecision, Link
 from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
+from loka.nn.replacing import is_watched, runs_as
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
-from loka.units.following import activation_of, norm_eps, norm_kind, runs_as
+from loka.units.following import activation_of, norm_eps, norm_kind
 
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:

@@ -14,14 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from loka.kernels.embedding_bag import Rows, parse_rows
-from loka.lowp.chain import is_watched
 from loka.nn.tables import Table, quantize_tables, refusals
 from loka.nn.wrapping import named_sites
 from loka.records.unit import CollectivePlan, TablePlan
-from loka.units.following import runs_as
 
 _ORIGINALS = "_loka_tables"  # attribute of a model: the modules that placed tables replace, by name
 
@@ -108,20 +105,8 @@ def refuse_tables(model: nn.Module, tables: Iterable[TablePlan]) -> list[str]:
             if module.kind != table.rows:
                 problems.append(f"{table.name}: has rows of {module.kind} already, the plan says {table.rows}")
         else:
-            problems += [f"{table.name}: {reason}" for reason in (*_refuse_replacing(module), *refusals(module, model))]
+            problems += [f"{table.name}: {reason}" for reason in refusals(module, model)]
     return problems
-
-
-def _refuse_replacing(module: nn.Module) -> list[str]:
-    """Return what a module does besides looking rows up; a table that replaces it would not do it."""
-    found = []
-    if not runs_as(module, nn.Embedding, nn.EmbeddingBag):
-        found.append(f"a {type(module).__name__} with a forward of its own")
-    if is_watched(module):
-        found.append("has hooks; hint: remove them first")
-    if parametrize.is_parametrized(module):
-        found.append("has a parametrised weight; hint: remove the parametrisation")
-    return found
 
 
 def place_tables(model: nn.Module, tables: Sequence[TablePlan]) -> list[str]:
