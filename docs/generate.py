@@ -52,8 +52,10 @@ SECTIONS = (
     ("Attention in FP8", "attention_fp8.json", kernels.attention_fp8_table,
      "Both products of attention in E4M3 (`benchmarks/attention_fp8.py`), compared with our bf16 kernels, in inference. HSTU and the masked attention are prototypes: queries are rounded inside the kernel, keys and values by a kernel of their own, with known scales. With that kernel only long histories of HSTU gain, so the library keeps bf16 there. "
      "In the engine the context is rounded once for 42 calls; `context_cache=\"e4m3\"` turns it on."),
-    ("Exported packages", "export_zoo.json", kernels.package_table,
-     "A frozen model as an AOTInductor package, compared with the same model compiled, both without a CUDA graph. A package launches its kernels without Python."),
+    ("Exported packages", "export_zoo.json, export_zoo_wukong.json", kernels.package_table,
+     "A frozen model as an AOTInductor package, compared with the same model compiled, both without a CUDA graph. A package launches its kernels without Python. The results of a deep FP8 model move by about 2 % if its inputs are rounded differently, so no package agrees with a six-layer Wukong more closely."),
+    ("Embedding rows in 8 bits", "tables.json", kernels.rows_table,
+     "Lookups of 65,536 bags of 20 items in 10 million rows, and the fused update of a step (rowwise Adagrad, stochastic rounding, duplicates summed first). In brackets: lookups over bf16 rows, updates over float32 rows. By Zipf's law one row has 6 % of all items, and most lookups are answered by the cache."),
     ("The choice of kernels", "dispatch/dispatch.json", kernels.dispatch_table,
      "Time of the kernels chosen by a plan from database rows, relative to the fastest kernel available."),
     ("scaled_mm", "scaled_mm.json", lambda: kernels.bench_table("h200/scaled_mm.json"), "The GEMM alone, without quantization."),
@@ -64,7 +66,7 @@ SECTIONS = (
     ("The generative engine", "onerec_engine.json", generative.engine_table,
      "One batch through OneRec's beam search. Weights are random: this measures speed, not quality."),
     ("Served under a deadline", "serving_generative.json, serving_ranker.json", serving.serving_table,
-     "One process runs uvicorn, our scheduler and the engine. Another process sends HTTP requests in an open loop at 1.5 times the rate that the engine sustains, or at 60 % of that, whichever gave more answers in time. Answers equal those of the engine alone, bit for bit. "
+     "One process runs our scheduler and the engine; HTTP is in the same process (OneRec) or in eight front processes (rankers, `loka serve --fronts 8`). Another process, four for rankers, sends HTTP requests in an open loop at 1.5 times the rate that the engine sustains, or at 60 % of that, whichever gave more answers in time; the first 0.3 s to a ranker are not counted. Answers equal those of the engine alone, bit for bit. "
      "Weights are random: this measures speed."),
     ("FP8 in trained generative models", "onerec_quality.json", generative.generative_quality_table,
      "OneRec, dense and with experts, trained on three data sets, then served by the engine in bf16, fp16 and FP8: FP8 compared with bf16, paired by user, margin 1 %. "

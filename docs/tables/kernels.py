@@ -146,8 +146,8 @@ def masked_table() -> str | None:
 
 def package_table() -> str | None:
     """Return exported packages compared with the converted models they came from."""
-    found = read("h200/export_zoo.json")
-    if found is None:
+    found = [record for name in ("export_zoo", "export_zoo_wukong") if (record := read(f"h200/{name}.json"))]
+    if not found:
         return None
     rows = [
         [
@@ -159,9 +159,29 @@ def package_table() -> str | None:
             f"**{1 / row['package_over_compiled'][0]:.2f}x**",
             f"{row['export_s']:.0f} s",
         ]
-        for row in found["rows"]
+        for record in found
+        for row in record["rows"]
     ]
     head = ["model", "rows", "relative L2 from the model", "compiled, ms", "package, ms", "speed-up of the package", "made in"]  # fmt: skip
+    return table(head, rows)
+
+
+def rows_table() -> str | None:
+    """Return lookups and updates of embedding rows, for items drawn uniformly and by Zipf's law."""
+    found = read("h200/tables.json")
+    if found is None:
+        return None
+    rows = []
+    for kind, names in (("lookups", ("F.embedding_bag", "bfloat16", "int8:row", "e4m3:row")), ("updates", ("float32 whole", "bfloat16 whole", "int8:row whole", "e4m3:row:pow2 whole"))):  # fmt: skip
+        for drawn in ("uniform", "zipf"):
+            for width in sorted({x["width"] for x in found[kind]}):
+                seen = {x["rows"]: x["microseconds"] for x in found[kind] if (x["width"], x["drawn"]) == (width, drawn)}
+                times = [seen.get(name) for name in names]
+                if all(times):
+                    base = times[1 if kind == "lookups" else 0]
+                    shown = [f"{t:,.0f}" if i < 2 else f"{t:,.0f} ({base / t:.2f}x)" for i, t in enumerate(times)]
+                    rows.append([kind[:-1], drawn, str(width), *shown])
+    head = ["us", "items", "width", "F.embedding_bag, bf16 / update of float32 rows", "bf16 rows", "int8 rows", "E4M3 rows"]  # fmt: skip
     return table(head, rows)
 
 

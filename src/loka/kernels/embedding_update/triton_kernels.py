@@ -252,21 +252,21 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
     if RULE == 1:
         h = tl.load(m_ptr + row, first, other=0.0)
 
+    g = _gradients(source_ptr, factor_ptr, grad_ptr, place, first, inside, D, FACTOR, BD)
     if CHUNK:
-        g = tl.zeros((G, BD), tl.float32)
         whole = first & (_row_at(sorted_ptr, place + CHUNK - 1, L) == row)
+        g = tl.where(
+            whole[:, None], 0.0, g
+        )  # its chunk has the first item too; loaded all the same, to wait for nothing
+        place += tl.where(whole, 0, 1)
         while tl.max(whole.to(tl.int32), 0) > 0:
             chunk = chunk_ptr + (place // CHUNK)[:, None] * D + column
             g += tl.load(chunk, whole[:, None] & inside, other=0.0)
             place += tl.where(whole, CHUNK, 0)
             whole = whole & (_row_at(sorted_ptr, place + CHUNK - 1, L) == row)
-        there = first & (_row_at(sorted_ptr, place, L) == row)
-        g += _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D, FACTOR, BD)
     else:
-        there = first
-        g = _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D, FACTOR, BD)
-    place += 1
-    there = there & (_row_at(sorted_ptr, place, L) == row)
+        place += 1
+    there = first & (_row_at(sorted_ptr, place, L) == row)
     while tl.max(there.to(tl.int32), 0) > 0:
         for _ in tl.static_range(DUP):
             g += _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D, FACTOR, BD)
