@@ -400,7 +400,7 @@ def test_counts_of_two_fronts_add_up_to_those_of_one_process() -> None:
             sum_of_parts.merge(parts[step % 2].take())  # the other one tells of earlier seconds later
     for part in parts:
         sum_of_parts.merge(part.take())
-        assert not any(part.take())
+        assert not part.take()
     assert sorted(sum_of_parts.render().splitlines()) == sorted(whole.render().splitlines())
     assert sum_of_parts.history() == whole.history()
 

@@ -251,8 +251,8 @@ class RemoteService(Arms):
                 self._link.send(link.Sent(runner.arm, runner.sendings))
                 runner.sendings = []
         taken = self.telemetry.take()
-        if any(taken):
-            self._link.send(link.Counted(pickle.dumps(taken)))
+        if taken:
+            self._link.send(link.Counted(taken))
 
 
 class FrontProcess:

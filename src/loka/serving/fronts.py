@@ -220,7 +220,7 @@ class Process:
             scheduler.learn_sending(seconds)
 
     def _count(self, frame: link.Counted) -> None:
-        self.fronts.service.telemetry.merge(pickle.loads(frame.data))
+        self.fronts.service.telemetry.merge(frame.taken)
 
     def _expose(self, frame: link.Exposed) -> None:
         events = self.fronts.service.events

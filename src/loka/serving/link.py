@@ -5,7 +5,8 @@ writes the arrays of a request into the shared memory and sends where they are; 
 request was answered, refused or released, and every request that is submitted gets exactly one of these. Frames of one
 turn of the event loop leave in one write.
 
-States are pickled: they carry the reader of a model from the process that started the front.
+States are pickled: they carry the reader of a model from the process that started the front. Nothing is unpickled on the
+way back: a front parses what strangers send, and the engine's process takes only typed frames from it.
 """
 
 import asyncio
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
+from loka.serving.telemetry import Taken
 
 ALIGN = 64  # bytes: a cache line
 _LENGTH = struct.Struct("<I")
@@ -51,9 +54,9 @@ class Sent(msgspec.Struct, array_like=True, tag=2):
 
 
 class Counted(msgspec.Struct, array_like=True, tag=3):
-    """What the front has counted since it last told, pickled."""
+    """What the front has counted since it last told."""
 
-    data: bytes
+    taken: Taken
 
 
 class Exposed(msgspec.Struct, array_like=True, tag=4):

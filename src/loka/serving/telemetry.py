@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 SECONDS, KEPT = 120, 2000
+_COUNTED = ("answered", "late", "shed", "failed")  # in a second
 LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0, 1024.0, 4096.0)
 HELP = {
@@ -35,7 +38,23 @@ HELP = {
     "loka_model_info": "Name and version of the model",
 }
 Labels = tuple[tuple[str, str], ...]
-Taken = tuple[dict[str, dict[Labels, float]], dict[str, dict[Labels, "Histogram"]], list[dict[str, Any]]]
+
+
+class Taken(msgspec.Struct, array_like=True):
+    """What a front has counted, as a frame carries it.
+
+    Args:
+        counters: name, labels and amount of each series.
+        histograms: name, labels, bounds, counts and sum of each series.
+        seconds: of the live page: second, answered, late, shed, failed, latencies.
+    """
+
+    counters: list[tuple[str, Labels, float]]
+    histograms: list[tuple[str, Labels, tuple[float, ...], list[int], float]]
+    seconds: list[tuple[int, int, int, int, int, list[float]]]
+
+    def __bool__(self) -> bool:
+        return bool(self.counters or self.histograms or self.seconds)
 
 
 class Histogram:
@@ -81,28 +100,27 @@ class Telemetry:
 
     def take(self) -> Taken:
         """Return what was counted since the last call, and begin anew: a front's share, for `merge` in the engine's process."""
-        taken = (self.counters, self.histograms, list(self._seconds))
+        counters = [(name, key, value) for name, series in self.counters.items() for key, value in series.items()]
+        histograms = [(name, key, h.bounds, h.counts, h.total) for name, series in self.histograms.items() for key, h in series.items()]  # fmt: skip
+        seconds = [(s["at"], *(s[name] for name in _COUNTED), s["latencies"]) for s in self._seconds]
         self.counters, self.histograms = {}, {}
         self._seconds.clear()
-        return taken
+        return Taken(counters, histograms, seconds)
 
     def merge(self, taken: Taken) -> None:
         """Add what a front has counted."""
-        counters, histograms, seconds = taken
-        for name, series in counters.items():
-            for key, value in series.items():
-                own = self.counters.setdefault(name, {})
-                own[key] = own.get(key, 0) + value
-        for name, found in histograms.items():
-            for key, histogram in found.items():
-                mine = self.histograms.setdefault(name, {}).setdefault(key, Histogram(histogram.bounds))
-                mine.counts = [a + b for a, b in zip(mine.counts, histogram.counts, strict=True)]
-                mine.total += histogram.total
-        for second in seconds:
-            here = self._second_at(second["at"])
-            for name in ("answered", "late", "shed", "failed"):
-                here[name] += second[name]
-            here["latencies"] += second["latencies"][: KEPT - len(here["latencies"])]
+        for name, key, value in taken.counters:
+            own = self.counters.setdefault(name, {})
+            own[key] = own.get(key, 0) + value
+        for name, key, bounds, counts, total in taken.histograms:
+            mine = self.histograms.setdefault(name, {}).setdefault(key, Histogram(bounds))
+            mine.counts = [a + b for a, b in zip(mine.counts, counts, strict=True)]
+            mine.total += total
+        for at, *counted, latencies in taken.seconds:
+            here = self._second_at(at)
+            for name, amount in zip(_COUNTED, counted, strict=True):
+                here[name] += amount
+            here["latencies"] += latencies[: KEPT - len(here["latencies"])]
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""
@@ -132,7 +150,7 @@ class Telemetry:
             place -= 1
         if place and self._seconds[place - 1]["at"] == at:
             return self._seconds[place - 1]
-        made = {"at": at, "answered": 0, "late": 0, "shed": 0, "failed": 0, "latencies": [], "batches": []}
+        made: dict[str, Any] = {"at": at, **dict.fromkeys(_COUNTED, 0), "latencies": [], "batches": []}
         if len(self._seconds) == SECONDS:
             self._seconds.popleft()
             place = max(0, place - 1)
