@@ -255,9 +255,8 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
     g = _gradients(source_ptr, factor_ptr, grad_ptr, place, first, inside, D, FACTOR, BD)
     if CHUNK:
         whole = first & (_row_at(sorted_ptr, place + CHUNK - 1, L) == row)
-        g = tl.where(
-            whole[:, None], 0.0, g
-        )  # its chunk has the first item too; loaded all the same, to wait for nothing
+        # The chunk has the first item too. That was loaded all the same: it need not wait for the row CHUNK places on.
+        g = tl.where(whole[:, None], 0.0, g)
         place += tl.where(whole, 0, 1)
         while tl.max(whole.to(tl.int32), 0) > 0:
             chunk = chunk_ptr + (place // CHUNK)[:, None] * D + column
@@ -344,7 +343,7 @@ def update(
     g, columns, warps = tile_of(rows.width)
     first, second = (*state, None, None)[:2]
     c1, c2 = rule.corrections(draw.step)
-    chunk = CHUNK if items >= 2 * CHUNK else 0
+    chunk = CHUNK if items >= CHUNK else 0  # not later: a run is added up in the same order in every batch
     sums = torch.empty(cdiv(items, CHUNK), rows.width, dtype=torch.float32, device=grad.device) if chunk else None
     if chunk:
         together = min(chunk, max(1, 2048 // columns))
