@@ -262,7 +262,7 @@ class Process:
         for reply in waiting:
             if reply.ticket is not None:
                 reply.runner.cancel(reply.ticket)
-        was_up = self.up.done() and self.up.exception() is None
+        was_up = self.up.done() and not self.up.cancelled() and self.up.exception() is None
         if not self.up.done():
             self.up.set_exception(RuntimeError("a front process ended before it listened; its stderr says why"))
         if not self.fronts.stopping and was_up:
@@ -325,7 +325,7 @@ class Fronts:
             experiment=service.events is not None,
             memory=max(MEMORY, 8 * limits.body),  # the arrays of a JSON body may have four times its size
             log_level=logging.WARNING,
-            parent=os.getpid(),
+            parent=0,
         )
         self._processes: list[Process] = []
         self._watch: asyncio.Task[None] | None = None
@@ -343,7 +343,8 @@ class Fronts:
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start one front for each listening socket; raises RuntimeError if one does not start."""
-        self.settings = replace(self.settings, log_level=_find_level())
+        # This process may have been forked since: the fronts end when their parent is another one.
+        self.settings = replace(self.settings, log_level=_find_level(), parent=os.getpid())
         self._processes = [Process(self, sock) for sock in sockets]
         self._told = self._look()
         await asyncio.gather(*(process.start() for process in self._processes))
@@ -363,6 +364,7 @@ class Fronts:
         """End the fronts at once, if any is left."""
         self.stopping = True
         for process in self._processes:
+            process.sock.close()
             process.kill()
 
     def describe(self, *, settings: bool = False) -> link.State:
@@ -400,8 +402,10 @@ def bind_fronts(host: str, port: int, count: int) -> list[socket.socket]:
     """Bind a socket per front to the same address, or raise ValueError saying what is wrong with it."""
     from loka.serving.listener import bind
 
-    alone = bind(host, port)  # without SO_REUSEPORT: fails if another server has this address
-    alone.listen()
-    port = alone.getsockname()[1]
-    alone.close()
-    return [bind(host, port, shared=True) for _ in range(count)]
+    with bind(host, port) as alone:  # without SO_REUSEPORT: fails if another server has this address
+        alone.listen()
+        port = alone.getsockname()[1]
+    sockets = [bind(host, port, shared=True) for _ in range(count)]
+    for sock in sockets:
+        sock.listen()  # now, not when the front has started: only who listens keeps another server away
+    return sockets
