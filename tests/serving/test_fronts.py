@@ -31,7 +31,7 @@ from loka.serving.servable import FieldError, Sealed
 from loka.serving.telemetry import Telemetry
 
 from .client import call, dial, get, post, wait_for
-from .sleeper import Sleeper
+from .sleeper import Sleeper, SleeperReader
 from .small import SCHEMA, make_ranker
 
 pytest.importorskip("uvicorn")
@@ -285,6 +285,10 @@ def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         reader = None  # type: ignore[assignment]
 
     with pytest.raises(ValueError, match="the model sleeper has no `reader`"):
+        Server(Unread(COST), sla=1.0, port=0, fronts=2)
+    script = type("Script", (SleeperReader,), {"__module__": "__main__"})
+    monkeypatch.setattr(Unread, "reader", script())
+    with pytest.raises(ValueError, match=r"Script, of the model sleeper, is defined in the script.*hint: move it"):
         Server(Unread(COST), sla=1.0, port=0, fronts=2)
     with pytest.raises(ValueError, match="fronts=-1: expected a number of processes"):
         Server(Sleeper(COST), sla=1.0, port=0, fronts=-1)
