@@ -32,7 +32,7 @@ from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import divided, inverse, larger, widened
 from loka.kernels.triton_launcher import quick
 
-CHUNK = 256  # items; sums of chunks and rest of a run of 78,000 items are about 300 and 128 steps
+CHUNK = 256  # items; a run of 78,000 is added up as some 300 chunks and at most 255 single items
 FLOAT, BF16, INT8, E4M3 = 0, 1, 2, 3
 KINDS = {"float32": FLOAT, "bfloat16": BF16, "int8:row": INT8, "e4m3:row:pow2": E4M3}
 RULES = {"sgd": 0, "rowwise_adagrad": 1, "adam": 2}
