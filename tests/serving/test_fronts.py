@@ -24,14 +24,16 @@ from loka.serving import Limits, Policy, RankRequest, Server, Service
 from loka.serving import link as frames
 from loka.serving.front_process import FrontProcess, RemoteService
 from loka.serving.fronts import Fronts, Process, Reply, bind_fronts
+from loka.serving.queues import Batch
 from loka.serving.rank_reader import RankReader
 from loka.serving.rehearsal import Turns
-from loka.serving.runner import Refused, Runner
-from loka.serving.servable import FieldError, Sealed
+from loka.serving.runner import Refused, Runner, Ticket
+from loka.serving.servable import FieldError, Job, Sealed
 from loka.serving.telemetry import Telemetry
+from loka.serving.times import Bucket
 
 from .client import call, dial, get, post, wait_for
-from .sleeper import Sleeper, SleeperReader
+from .sleeper import Said, Sleeper, SleeperReader
 from .small import SCHEMA, make_ranker
 
 pytest.importorskip("uvicorn")
@@ -451,6 +453,24 @@ def test_a_model_without_a_reader_does_not_replace_one_that_has_one() -> None:
     service = Service(Sleeper(COST), policy=Policy(sla=60.0), opener=lambda _: Unread(COST))
     with pytest.raises(ValueError, match="it has no `reader`"):
         service._open(service.first, "folder", [])
+
+
+def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
+    """Raised in the loop over a batch, it would fail the requests of others."""
+
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        process = Process(Fronts(service, 1, limits=Limits(), token_file=None, verbose=False), None)  # type: ignore[arg-type]
+        process.link = sent = Post()  # type: ignore[assignment]
+        batch = Batch(Bucket(4, 0), [], 0.0, 0.0)
+        for n, number in enumerate((2**70, 3)):
+            reply = Reply(process, frames.Submit(n, "sleeper", 0, 0.0, "r", None, 0, 0, 0), service.first)
+            reply.ticket = Ticket(reply, Job(None, 1, 0, None), None, service.first.model, batch, 0.0)
+            reply.set_result(Said(number=number, version="1"))
+            assert reply.done()
+        assert (sent.sent[0].status, type(sent.sent[1])) == (500, frames.Answer)
+
+    asyncio.run(work())
 
 
 def test_places_never_overlap_and_become_whole_again() -> None:

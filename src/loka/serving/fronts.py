@@ -80,7 +80,12 @@ class Reply:
         assert ticket.model is not None
         assert ticket.ended is not None
         raw = isinstance(answer, np.ndarray)
-        data = answer.tobytes() if raw else msgspec.msgpack.encode(answer)
+        try:
+            data = answer.tobytes() if raw else msgspec.msgpack.encode(answer)
+        except Exception as error:  # of this answer; others of its batch are delivered
+            log.exception("failed", extra={"fields": {"request_id": self.frame.request_id}})
+            self.set_exception(error)
+            return
         batch = ticket.batch
         self._settle(
             link.Answer(
