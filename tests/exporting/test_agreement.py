@@ -1,5 +1,6 @@
 """A file that agrees with its model as closely as the model with itself is accepted, any other is not."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import loka
-from loka.exporting.agreement import CLOSE, Agreement, compare
+from loka.exporting.agreement import CLOSE, Agreement, compare, differ
 from loka.exporting.signature import flatten_result, take_apart
 from loka.placing import plan_everything
 
@@ -101,3 +102,21 @@ def test_tables_are_left_as_they_were() -> None:
         agree(model, ids, off_by(model, 0.5))
     assert torch.equal(model(ids), before)
     assert not model.table._forward_hooks  # type: ignore[operator, union-attr]
+
+
+def test_nan_is_a_difference_wherever_it_is() -> None:
+    """In one of several results, or at the second number of rows only."""
+    good, bad = torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0])
+    for results in ([good, bad], [bad, good]):
+        assert differ(results, [good, good]) == math.inf
+    model, ids = make(1)
+    with pytest.raises(ValueError, match="differs from the model by inf"):
+        agree(model, ids, lambda given: model(given) * (math.nan if len(given) > len(ids) else 1.0))
+
+
+def test_a_model_that_moves_without_bound_excuses_nothing() -> None:
+    """Its inputs decide, for example, which scores are masked out: rounding one of them differently says nothing."""
+    assert not Agreement(0.5, [8], moved=math.inf).accepts(None)
+    assert not Agreement(math.inf, [8], moved=math.inf).accepts(None)
+    assert not Agreement(0.5, [8], moved=math.nan).accepts(None)
+    assert Agreement(0.02, [8], moved=0.03).accepts(None)

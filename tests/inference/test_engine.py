@@ -136,6 +136,19 @@ def test_torch_compile_can_trace_the_glue() -> None:
     assert_same(model, engine, engine.trie)
 
 
+def test_compiled_glue_serves_many_engines_in_one_process() -> None:
+    """torch.compile raises after eight compilations of the same code: here are three models, histories short and long."""
+    from loka.inference.glue import Glue
+    from loka.inference.weights import PackedNorm
+
+    compiled, eager = (Glue(fuse=fuse, backends={}, compiler="eager") for fuse in (True, False))
+    for width, kind, eps in ((32, "rms", 1e-6), (48, "layer", 1e-5), (64, "rms", 1e-5)):
+        norm = PackedNorm(kind, torch.randn(width), None, eps)
+        for requests, parts in ((1, 1), (3, 1), (1, 2), (3, 2), (1, 3), (3, 3)):
+            tokens = [torch.randn(requests, 1 + 4 * place, width) for place in range(parts)]
+            torch.testing.assert_close(compiled.join(tokens, norm), eager.join(tokens, norm))
+
+
 class TestConstraints:
     def test_every_way_is_taken_and_gives_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_model("tiny")

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -21,16 +22,18 @@ import pytest
 
 from loka.serving import Limits, Policy, RankRequest, Server, Service
 from loka.serving import link as frames
-from loka.serving.front_process import RemoteService
-from loka.serving.fronts import Fronts, Process, Reply
+from loka.serving.front_process import FrontProcess, RemoteService
+from loka.serving.fronts import Fronts, Process, Reply, bind_fronts
+from loka.serving.queues import Batch
 from loka.serving.rank_reader import RankReader
 from loka.serving.rehearsal import Turns
-from loka.serving.runner import Refused, Runner
-from loka.serving.servable import Sealed
+from loka.serving.runner import Refused, Runner, Ticket
+from loka.serving.servable import FieldError, Job, Sealed
 from loka.serving.telemetry import Telemetry
+from loka.serving.times import Bucket
 
 from .client import call, dial, get, post, wait_for
-from .sleeper import Sleeper
+from .sleeper import Said, Sleeper, SleeperReader
 from .small import SCHEMA, make_ranker
 
 pytest.importorskip("uvicorn")
@@ -118,7 +121,7 @@ def test_every_request_is_counted_once() -> None:
         told = server.service.telemetry
         codes = told.counters.setdefault("loka_requests_total", {})
         wait_for(lambda: sum(codes.values()) >= 37)
-        time.sleep(0.3)
+        time.sleep(0.3)  # would they be counted again?
         assert codes == {(("model", "sleeper"), ("code", "200")): 30, (("model", "-"), ("code", "400")): 7}
         metrics = get(server.admin_url or "", "/metrics")[1].decode()
         assert 'loka_requests_total{model="sleeper",code="200"} 30\n' in metrics
@@ -129,8 +132,12 @@ def test_every_request_is_counted_once() -> None:
 
 
 def test_a_front_that_dies_is_replaced_and_loses_only_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    model = Sleeper({(32, 0): 0.7})
+    model, free = Sleeper({(32, 0): 0.001}), threading.Event()
+    run = model.run
+    free.set()
+    model.run = lambda *given: (free.wait(60), run(*given))[1]  # type: ignore[method-assign]
     with Server(model, sla=60.0, port=0, fronts=2).background() as server:
+        free.clear()
         before = server._fronts.pids
         sockets = [dial(server.url) for _ in range(24)]
         try:
@@ -138,9 +145,10 @@ def test_a_front_that_dies_is_replaced_and_loses_only_its_own(caplog: pytest.Log
                 sock.sendall(ASK)
             scheduler = server.service.first.scheduler
             assert scheduler is not None
-            wait_for(lambda: scheduler.running is not None)
-            time.sleep(0.1)  # all of them are there; the batch takes 0.7 s
+            wait_for(lambda: scheduler.running is not None and len(scheduler) + len(scheduler.running.entries) == 24)
             os.kill(before[0], signal.SIGKILL)
+            wait_for(lambda: "a front died" in caplog.text)
+            free.set()
             found = [read_status(sock) for sock in sockets]
         finally:
             for sock in sockets:
@@ -148,7 +156,6 @@ def test_a_front_that_dies_is_replaced_and_loses_only_its_own(caplog: pytest.Log
         assert set(found) == {b"200", b""}  # 24 connections that are all on one front: one chance in 8 million
         wait_for(lambda: server._fronts.ready)
         assert len(set(server._fronts.pids) - set(before)) == 1
-        model.cost[32, 0] = 0.01
         for n in range(12):
             assert post(server.url, {"number": n})[2]["number"] == 2 * n
         wait_for(lambda: len(scheduler) == 0 and scheduler.running is None)  # what nobody waits for left the queue
@@ -163,19 +170,29 @@ SCRIPT = """
     from serving.sleeper import Sleeper
     from loka.serving import Server
     import threading, time
-    server = Server(Sleeper({{(4, 0): {seconds}}}), sla=60.0, port=0, fronts=2)
+    model = Sleeper({{(4, 0): 0.001}})
+    server = Server(model, sla=60.0, port=0, fronts=2)
+    def count():
+        scheduler = server.service.first.scheduler
+        running = scheduler.running
+        return sum(model.batches) + len(scheduler) + (0 if running is None else len(running.entries))
     def tell():
         while not server.ready:
             time.sleep(0.01)
+        model.cost[4, 0] = {seconds}
+        model.batches.clear()
         print(server.port, *server._fronts.pids, flush=True)
+        while count() < {requests}:
+            time.sleep(0.001)
+        print("queued", flush=True)
     threading.Thread(target=tell, daemon=True).start()
     server.run()
 """
 
 
-def start(seconds: float) -> tuple["subprocess.Popen[str]", str, list[int]]:
-    """A server in a process of its own, its URL, and its fronts."""
-    code = textwrap.dedent(SCRIPT.format(path=sys.path, seconds=seconds))
+def start(seconds: float, requests: int) -> tuple["subprocess.Popen[str]", str, list[int]]:
+    """A server in a process of its own, its URL, and its fronts; it says when so many requests have come."""
+    code = textwrap.dedent(SCRIPT.format(path=sys.path, seconds=seconds, requests=requests))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     port, *pids = map(int, process.stdout.readline().split())
@@ -183,17 +200,16 @@ def start(seconds: float) -> tuple["subprocess.Popen[str]", str, list[int]]:
 
 
 def test_without_the_engines_process_the_fronts_end_and_nobody_hangs() -> None:
-    process, url, pids = start(0.5)
+    process, url, pids = start(30.0, 6)
     try:
         sockets = [dial(url) for _ in range(6)]
         for sock in sockets:
             sock.sendall(ASK)
-        time.sleep(0.1)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "queued\n"
         process.kill()
-        begin = time.monotonic()
         assert {read_status(sock) for sock in sockets} <= {b"503", b""}
         wait_for(lambda: not any(map(is_running, pids)))
-        assert time.monotonic() - begin < 20
         for sock in sockets:
             sock.close()
         with pytest.raises(OSError, match="refused"):
@@ -205,12 +221,13 @@ def test_without_the_engines_process_the_fronts_end_and_nobody_hangs() -> None:
 
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_sigterm_answers_whoever_waits(whole_group: bool) -> None:
-    process, url, pids = start(0.3)
+    process, url, pids = start(0.3, 10)
     try:
         sockets = [dial(url) for _ in range(10)]
         for sock in sockets:
             sock.sendall(ASK)
-        time.sleep(0.15)  # all of them are queued; the first batch runs
+        assert process.stdout is not None
+        assert process.stdout.readline() == "queued\n"
         for pid in [process.pid, *(pids if whole_group else [])]:
             os.kill(pid, signal.SIGTERM)
         assert [read_status(sock) for sock in sockets] == [b"200"] * 10
@@ -271,6 +288,10 @@ def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     with pytest.raises(ValueError, match="the model sleeper has no `reader`"):
         Server(Unread(COST), sla=1.0, port=0, fronts=2)
+    script = type("Script", (SleeperReader,), {"__module__": "__main__"})
+    monkeypatch.setattr(Unread, "reader", script())
+    with pytest.raises(ValueError, match=r"Script, of the model sleeper, is defined in the script.*hint: move it"):
+        Server(Unread(COST), sla=1.0, port=0, fronts=2)
     with pytest.raises(ValueError, match="fronts=-1: expected a number of processes"):
         Server(Sleeper(COST), sla=1.0, port=0, fronts=-1)
     with pytest.raises(ValueError, match="expected one a front"):
@@ -308,6 +329,9 @@ def test_a_front_uses_its_memory_again_and_sheds_when_there_is_none() -> None:
         with pytest.raises(Refused) as refused:
             remote.submit(ask, remote.first, arrived=time.monotonic())
         assert (refused.value.status, refused.value.reason) == (429, "queue")
+        with pytest.raises(Refused) as refused:
+            remote.submit(type(ask)(number=3, user="u" * size), remote.first, arrived=time.monotonic())
+        assert (refused.value.status, refused.value.reason) == (413, "size")  # waiting would not help
         first, second, third = post.sent
         told = {"id": first.id, "name": "s", "version": "7", "raw": False, "started": 0.0, "ended": 0.0, "bucket": (1, 0), "batch": 1}  # fmt: skip
         remote.hear(frames.Answer(data=msgspec.msgpack.encode({"number": 6, "version": "7"}), **told))  # type: ignore[arg-type]
@@ -343,6 +367,108 @@ def test_what_a_dead_front_asked_is_not_answered_to_the_one_that_replaces_it() -
         replies[1].set_exception(Refused(429, "late", "would be answered too late"))
         assert links[1].sent[0].status == 429
         assert not process._pending
+
+    asyncio.run(work())
+
+
+def test_integers_that_only_json_has_are_the_clients_fault_and_leave_nothing_behind() -> None:
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        fronts = Fronts(service, 1, limits=Limits(), token_file=None, verbose=False)
+        sender = frames.Link(frames.TO_FRONT, lambda _: None, lambda: None)
+        sender.connection_made(object())  # type: ignore[arg-type]
+        remote = RemoteService(pickle.loads(fronts.describe(settings=True).data), sender, memoryview(bytearray(640)))
+        ask = service.codec.decode(b'{"number": 3, "user": 1000000000000000000000000}', "application/json")
+        with pytest.raises(FieldError, match="more than 64 bits"):
+            remote.submit(ask, remote.first, arrived=time.monotonic())
+        with pytest.raises(Refused, match="more than 64 bits") as refused:
+            await asyncio.wait_for(remote.write_outcome("r", {"name": "click", "value": 1.0, "user": ask.user}), 10)
+        assert refused.value.status == 400
+        assert (remote._blocks._free, remote._asked, remote._outcomes) == ([(0, 640)], {}, {})
+
+    asyncio.run(work())
+
+
+def test_two_servers_cannot_have_the_same_port_while_their_fronts_start() -> None:
+    sockets = bind_fronts("127.0.0.1", 0, 2)
+    try:
+        with pytest.raises(ValueError, match=r"cannot listen.*hint: another port"):
+            bind_fronts("127.0.0.1", sockets[0].getsockname()[1], 2)
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def test_a_server_may_be_made_in_one_process_and_run_in_another(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    with monkeypatch.context() as made_elsewhere:
+        made_elsewhere.setattr(os, "getpid", lambda: 1)
+        server = Server(Sleeper(COST), sla=60.0, port=0, fronts=1)
+    with server.background():
+        codes = server.service.telemetry.counters.setdefault("loka_requests_total", {})
+        for n in range(3):
+            assert post(server.url, {"number": n})[0] == 200
+            wait_for(lambda n=n: sum(codes.values()) == n + 1)  # type: ignore[misc]  # its parent was looked at
+    assert "a front died" not in caplog.text
+
+
+def test_a_front_that_did_not_start_in_time_is_forgotten() -> None:
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        process = Process(Fronts(service, 1, limits=Limits(), token_file=None, verbose=False), None)  # type: ignore[arg-type]
+        process.link = made = Post()  # type: ignore[assignment]
+        process.up.cancel()  # as asyncio.wait_for does
+        process._lost(made)  # type: ignore[arg-type]
+        assert process.link is None
+        assert not process._tasks  # whoever waited for it starts another
+
+    asyncio.run(work())
+
+
+def test_a_front_that_cannot_listen_does_not_say_that_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loka.serving.front_process.log_to_stderr", lambda level: None)
+
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        fronts = Fronts(service, 1, limits=Limits(), token_file=None, verbose=False)
+        (ours, theirs), heard = socket.socketpair(), []
+        memory = os.memfd_create("test")
+        os.ftruncate(memory, fronts.settings.memory)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as wrong:
+            link = frames.Link(frames.TO_ENGINE, heard.append, lambda: None)
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+            link.send(fronts.describe(settings=True))
+            with pytest.raises(ValueError, match=r"SOCK_STREAM|Stream Socket"):
+                await asyncio.wait_for(FrontProcess(theirs, memory, wrong).serve(), 30)
+        assert not heard
+        link.close()
+        os.close(memory)
+
+    asyncio.run(work())
+
+
+def test_a_model_without_a_reader_does_not_replace_one_that_has_one() -> None:
+    class Unread(Sleeper):
+        reader = None  # type: ignore[assignment]
+
+    service = Service(Sleeper(COST), policy=Policy(sla=60.0), opener=lambda _: Unread(COST))
+    with pytest.raises(ValueError, match="it has no `reader`"):
+        service._open(service.first, "folder", [])
+
+
+def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
+    """Raised in the loop over a batch, it would fail the requests of others."""
+
+    async def work() -> None:
+        service = Service(Sleeper(COST), policy=Policy(sla=60.0))
+        process = Process(Fronts(service, 1, limits=Limits(), token_file=None, verbose=False), None)  # type: ignore[arg-type]
+        process.link = sent = Post()  # type: ignore[assignment]
+        batch = Batch(Bucket(4, 0), [], 0.0, 0.0)
+        for n, number in enumerate((2**70, 3)):
+            reply = Reply(process, frames.Submit(n, "sleeper", 0, 0.0, "r", None, 0, 0, 0), service.first)
+            reply.ticket = Ticket(reply, Job(None, 1, 0, None), None, service.first.model, batch, 0.0)
+            reply.set_result(Said(number=number, version="1"))
+            assert reply.done()
+        assert (sent.sent[0].status, type(sent.sent[1])) == (500, frames.Answer)
 
     asyncio.run(work())
 
@@ -456,7 +582,9 @@ def test_answers_are_taken_while_the_device_is_busy_with_the_next_batch() -> Non
             ticket.future.add_done_callback(lambda _: model.told.append("answer"))
         assert [(await ticket.future).number for ticket in tickets] == [2] * 4  # the last one too, which none follows
         await asyncio.sleep(0)
-        assert model.told == ["launch", *["launch", "answer"] * 3, "answer"]
+        places = [place for place, word in enumerate(model.told) if word == "answer"]
+        launches = [model.told[:place].count("launch") for place in places]
+        assert all(seen >= wanted for seen, wanted in zip(launches, [2, 3, 4, 4], strict=True)), model.told
         model.broken = True
         failing = [runner.submit(ask, arrived=time.monotonic()) for _ in range(3)]
         for ticket in failing:

@@ -142,6 +142,24 @@ def test_several_processes_send_what_one_would() -> None:
         send_from(0, "http://127.0.0.1:9", traffic, broken)
 
 
+def test_a_request_has_the_same_random_numbers_whichever_process_sends_it() -> None:
+    traffic = Traffic(rate=80, seconds=1.0, sla=2.0, seed=3)
+
+    def made(share: tuple[int, int]) -> dict[int, float]:
+        drawn: dict[int, float] = {}
+
+        def stop() -> float:
+            raise KeyError("only the bodies are wanted")
+
+        with pytest.raises(KeyError):
+            asyncio.run(send("http://127.0.0.1:9", traffic, lambda n, s: drawn.setdefault(n, s.random()) and b"", share=share, start=stop))  # fmt: skip
+        return drawn
+
+    whole = made((0, 1))
+    assert len(set(whole.values())) == len(traffic.due())
+    assert made((0, 3)) | made((1, 3)) | made((2, 3)) == whole
+
+
 def test_random_requests_fit_what_was_described() -> None:
     source = random.Random(0)
     history = json.loads(make_body([{"name": "history", "datatype": "INT64", "shape": [-1]}], items=5, vocabulary=9, rows=2, users=3)(0, source))  # fmt: skip

@@ -46,7 +46,10 @@ class Agreement:
 
     def accepts(self, tolerance: float | None) -> bool:
         """Return whether the difference is within the tolerance; None: within CLOSE, or what the model itself moves."""
-        return self.difference <= (max(CLOSE, self.moved or 0.0) if tolerance is None else tolerance)
+        moved = (
+            self.moved if self.moved is not None and math.isfinite(self.moved) else 0.0
+        )  # Inf and NaN excuse nothing
+        return self.difference <= (max(CLOSE, moved) if tolerance is None else tolerance)
 
 
 def compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[str], expected: list[Tensor], *, dynamic: bool, tolerance: float | None) -> Agreement:  # fmt: skip
@@ -121,11 +124,15 @@ def differ(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _distance(got: Tensor, expected: Tensor) -> float:
-    """Return the relative L2 difference; infinite values, such as scores that are masked out, must be the same."""
+    """Return the relative L2 difference; infinite values, such as scores that are masked out, must be the same.
+
+    NaN is an infinite difference: `max` would pass over it.
+    """
     infinite = expected.isinf()
     if not torch.equal(got[infinite], expected[infinite]):
         return math.inf
-    return float(relative_l2(got[~infinite], expected[~infinite]))
+    found = float(relative_l2(got[~infinite], expected[~infinite]))
+    return math.inf if math.isnan(found) else found
 
 
 def widest(t: Any) -> Tensor:

@@ -13,6 +13,7 @@ compiled outside graph capture, by the warm-up run.
 
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -76,9 +77,7 @@ def lse(logits: Tensor) -> Tensor:
 def compiled_rms(eps: float, compiler: str | None) -> Callable[..., Tensor]:
     """Return `rms` with this eps, compiled by `compiler` or, if None, not compiled.
 
-    eps is closed over, because numbers passed to a compiled function become symbols. Every operation has its own
-    function, because torch.compile counts recompilations by code object and falls back to eager after too many. Engines
-    share them.
+    eps is closed over, because numbers passed to a compiled function become symbols. Engines share the functions.
     """
 
     def run_rms(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -124,7 +123,11 @@ def _compile(function: Callable[..., Any], compiler: str | None, *, rows: int) -
     """Compile for any number of rows: all dimensions but the last of the first `rows` operands are dynamic."""
     if compiler is None:
         return function
-    made = torch.compile(function, fullgraph=True, backend=compiler)
+    # torch counts recompilations by code object and raises after eight. All functions that one factory makes have the
+    # same code, so each gets a copy: two engines with other norms or widths in a process would be too many.
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__)
+    made = torch.compile(own, fullgraph=True, backend=compiler)
 
     def call(*operands: Any) -> Any:
         for operand in operands[:rows]:

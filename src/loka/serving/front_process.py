@@ -31,7 +31,7 @@ from loka.serving.front import Front
 from loka.serving.listener import make_listener
 from loka.serving.queues import Batch, Entry, Policy
 from loka.serving.runner import Refused, Ticket
-from loka.serving.servable import Job, Packed, Reader
+from loka.serving.servable import FieldError, Job, Packed, Reader
 from loka.serving.server import log_to_stderr, run_loop
 from loka.serving.service import Arms
 from loka.serving.telemetry import Telemetry
@@ -42,6 +42,7 @@ from loka.serving.wire import Codec
 log = logging.getLogger("loka.serving")
 TICK = 0.05  # seconds between reports to the engine's process
 ORPHANED = 1.0  # seconds to tell the clients, once that process is gone
+TOO_LARGE = "an integer of more than 64 bits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +154,13 @@ class RemoteService(Arms):
         model = runner.model
         packed = None if self.settings.shadow else model.reader.pack(request)  # a shadow's requests are read there
         arrays = [] if packed is None else packed.arrays
-        tail, size = self._encode(request), sum(array.nbytes for array in arrays)
+        try:
+            tail, size = self._encode(request), sum(array.nbytes for array in arrays)
+        except OverflowError as error:  # JSON has such integers, MessagePack has not
+            raise FieldError("$", TOO_LARGE) from error
         at = self._blocks.take(size + len(tail))
+        if at is None and size + len(tail) > len(self._memory):
+            raise Refused(413, "size", f"the request takes {size + len(tail)} bytes as arrays; {len(self._memory)} are expected at most")  # fmt: skip
         if at is None:
             self.telemetry.count("loka_shed_total", model=runner.arm, reason="queue")
             self.telemetry.second()["shed"] += 1
@@ -240,8 +246,11 @@ class RemoteService(Arms):
         """Have the outcome of an answer written; return False if it was written before."""
         number = next(self._numbers)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        try:
+            self._link.send(link.Outcome(number, request_id, fields))
+        except OverflowError as error:
+            raise Refused(400, "field", TOO_LARGE, path="$.user") from error
         self._outcomes[number] = future
-        self._link.send(link.Outcome(number, request_id, fields))
         return await future
 
     def report(self) -> None:
@@ -282,8 +291,8 @@ class FrontProcess:
         log_to_stderr(settings.log_level)
         view = memoryview(mmap.mmap(self.memory, settings.memory))
         self.service = RemoteService(self._told[0], self._link, view)
-        for told in self._told[1:]:
-            self.service.learn(told)
+        for later in self._told[1:]:
+            self.service.learn(later)
         tokens = None if settings.token_file is None else Tokens(settings.token_file)
         front = Front(self.service, tokens=tokens, limits=settings.limits, manage=False, verbose=settings.verbose)
         listener = make_listener(front, self.listening, settings.limits, drain=10 * settings.policy.sla + 5)
@@ -294,9 +303,12 @@ class FrontProcess:
         serving = loop.create_task(listener._serve([self.listening]))
         while not listener.started and not serving.done():
             await asyncio.sleep(0.002)
-        self.listens = True
-        self._link.send(link.Listening(self.service.ready))
-        await self._stop.wait()
+        if listener.started:
+            self.listens = True
+            self._link.send(link.Listening(self.service.ready))
+        told = loop.create_task(self._stop.wait())
+        await asyncio.wait([told, serving], return_when=asyncio.FIRST_COMPLETED)  # a front that serves nobody ends
+        told.cancel()
         if self.orphaned:
             listener.config.timeout_graceful_shutdown = ORPHANED
         listener.should_exit = True

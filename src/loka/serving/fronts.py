@@ -80,7 +80,12 @@ class Reply:
         assert ticket.model is not None
         assert ticket.ended is not None
         raw = isinstance(answer, np.ndarray)
-        data = answer.tobytes() if raw else msgspec.msgpack.encode(answer)
+        try:
+            data = answer.tobytes() if raw else msgspec.msgpack.encode(answer)
+        except Exception as error:  # of this answer; others of its batch are delivered
+            log.exception("failed", extra={"fields": {"request_id": self.frame.request_id}})
+            self.set_exception(error)
+            return
         batch = ticket.batch
         self._settle(
             link.Answer(
@@ -262,7 +267,7 @@ class Process:
         for reply in waiting:
             if reply.ticket is not None:
                 reply.runner.cancel(reply.ticket)
-        was_up = self.up.done() and self.up.exception() is None
+        was_up = self.up.done() and not self.up.cancelled() and self.up.exception() is None
         if not self.up.done():
             self.up.set_exception(RuntimeError("a front process ended before it listened; its stderr says why"))
         if not self.fronts.stopping and was_up:
@@ -311,8 +316,12 @@ class Fronts:
         if limits.connections < count:
             raise ValueError(f"fronts={count} with {limits.connections} connections in total: expected one a front")
         for arm, runner in service.runners.items():
-            if not isinstance(getattr(runner.model, "reader", None), Reader):
+            reader = getattr(runner.model, "reader", None)
+            if not isinstance(reader, Reader):
                 raise ValueError(f"fronts={count}: the model {arm} has no `reader`, its part that runs in front processes; hint: loka.serving.Reader")  # fmt: skip
+            for kind in (type(reader), reader.request_type, reader.answer_type):
+                if kind.__module__ == "__main__":
+                    raise ValueError(f"fronts={count}: {kind.__name__}, of the model {arm}, is defined in the script that runs, which front processes do not import; hint: move it to a module")  # fmt: skip
         self.service, self.count, self.stopping = service, count, False
         self.request_type = service.first.model.request_type
         self.settings = Settings(
@@ -325,7 +334,7 @@ class Fronts:
             experiment=service.events is not None,
             memory=max(MEMORY, 8 * limits.body),  # the arrays of a JSON body may have four times its size
             log_level=logging.WARNING,
-            parent=os.getpid(),
+            parent=0,
         )
         self._processes: list[Process] = []
         self._watch: asyncio.Task[None] | None = None
@@ -343,7 +352,8 @@ class Fronts:
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Start one front for each listening socket; raises RuntimeError if one does not start."""
-        self.settings = replace(self.settings, log_level=_find_level())
+        # This process may have been forked since: the fronts end when their parent is another one.
+        self.settings = replace(self.settings, log_level=_find_level(), parent=os.getpid())
         self._processes = [Process(self, sock) for sock in sockets]
         self._told = self._look()
         await asyncio.gather(*(process.start() for process in self._processes))
@@ -363,6 +373,7 @@ class Fronts:
         """End the fronts at once, if any is left."""
         self.stopping = True
         for process in self._processes:
+            process.sock.close()
             process.kill()
 
     def describe(self, *, settings: bool = False) -> link.State:
@@ -400,8 +411,10 @@ def bind_fronts(host: str, port: int, count: int) -> list[socket.socket]:
     """Bind a socket per front to the same address, or raise ValueError saying what is wrong with it."""
     from loka.serving.listener import bind
 
-    alone = bind(host, port)  # without SO_REUSEPORT: fails if another server has this address
-    alone.listen()
-    port = alone.getsockname()[1]
-    alone.close()
-    return [bind(host, port, shared=True) for _ in range(count)]
+    with bind(host, port) as alone:  # without SO_REUSEPORT: fails if another server has this address
+        alone.listen()
+        port = alone.getsockname()[1]
+    sockets = [bind(host, port, shared=True) for _ in range(count)]
+    for sock in sockets:
+        sock.listen()  # now, not when the front has started: only who listens keeps another server away
+    return sockets

@@ -157,12 +157,13 @@ async def send(
     Returns:
         Every request, in the order they completed.
     """
-    client, source = _Client(url, token, traffic.connections, traffic.kind), random.Random(traffic.seed + 1)
+    client = _Client(url, token, traffic.connections, traffic.kind)
     due, sent = traffic.due(), []
     places = range(share[0], len(due), share[1])
     if not due:
         raise ValueError(f"no request is due within {traffic.seconds:g} s at {traffic.rate:g} per second; hint: a longer test, or a higher rate")  # fmt: skip
-    bodies = {n: body(n, source) for n in places}  # made beforehand, because making them takes time
+    # Made beforehand, because making them takes time. Each has random numbers of its own, whichever process sends it.
+    bodies = {n: body(n, random.Random((traffic.seed + 1 << 32) + n)) for n in places}
 
     async def one(place: int, begin: float) -> None:
         left, said = time.perf_counter() - begin, b""

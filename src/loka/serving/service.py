@@ -17,7 +17,7 @@ from loka.serving.experiment import EventLog, Split, check_arms, overlap
 from loka.serving.queues import Policy
 from loka.serving.rehearsal import SHORT, Turns, probe
 from loka.serving.runner import Refused, Runner, Ticket, Waiting
-from loka.serving.servable import Job, Servable, unseal
+from loka.serving.servable import Job, Reader, Servable, unseal
 from loka.serving.telemetry import Telemetry
 from loka.serving.wire import Codec
 
@@ -292,6 +292,8 @@ class Service(Arms):
             raise ValueError(
                 f"it reads {model.request_type.__name__}, the old model {runner.model.request_type.__name__}"
             )
+        if isinstance(getattr(runner.model, "reader", None), Reader) and not isinstance(getattr(model, "reader", None), Reader):  # fmt: skip
+            raise ValueError("it has no `reader` for front processes, the old model has one; hint: loka.serving.Reader")
         turns = Turns([each.turn for each in self.runners.values()], longest=min(SHORT, self.policy.sla / 10))
         scheduler = runner.prepare(model, turns)
         if wrong := probe(model, recorded, turns):

@@ -32,7 +32,7 @@ from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import divided, inverse, larger, widened
 from loka.kernels.triton_launcher import quick
 
-CHUNK = 256  # items; sums of chunks and rest of a run of 78,000 items are about 300 and 128 steps
+CHUNK = 256  # items; a run of 78,000 is added up as some 300 chunks and at most 255 single items
 FLOAT, BF16, INT8, E4M3 = 0, 1, 2, 3
 KINDS = {"float32": FLOAT, "bfloat16": BF16, "int8:row": INT8, "e4m3:row:pow2": E4M3}
 RULES = {"sgd": 0, "rowwise_adagrad": 1, "adam": 2}
@@ -255,9 +255,8 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
     g = _gradients(source_ptr, factor_ptr, grad_ptr, place, first, inside, D, FACTOR, BD)
     if CHUNK:
         whole = first & (_row_at(sorted_ptr, place + CHUNK - 1, L) == row)
-        g = tl.where(
-            whole[:, None], 0.0, g
-        )  # its chunk has the first item too; loaded all the same, to wait for nothing
+        # The chunk has the first item too. That was loaded all the same: it need not wait for the row CHUNK places on.
+        g = tl.where(whole[:, None], 0.0, g)
         place += tl.where(whole, 0, 1)
         while tl.max(whole.to(tl.int32), 0) > 0:
             chunk = chunk_ptr + (place // CHUNK)[:, None] * D + column
@@ -344,7 +343,7 @@ def update(
     g, columns, warps = tile_of(rows.width)
     first, second = (*state, None, None)[:2]
     c1, c2 = rule.corrections(draw.step)
-    chunk = CHUNK if items >= 2 * CHUNK else 0
+    chunk = CHUNK if items >= CHUNK else 0  # not later: a run is added up in the same order in every batch
     sums = torch.empty(cdiv(items, CHUNK), rows.width, dtype=torch.float32, device=grad.device) if chunk else None
     if chunk:
         together = min(chunk, max(1, 2048 // columns))
