@@ -97,7 +97,7 @@ def _memory(wukong: dict[str, Any], trained: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _float32(found: dict[str, Any], wukong: dict[str, Any]) -> tuple[str, str]:
+def _float32(found: dict[str, Any], trained: dict[str, Any]) -> tuple[str, str]:
     """Return the step beside float32 and TF32, and beside it what is known of the loss."""
     parts, saved = [], []
     for model in dict.fromkeys(row["model"] for row in found["rows"]):
@@ -107,10 +107,10 @@ def _float32(found: dict[str, Any], wukong: dict[str, Any]) -> tuple[str, str]:
         known = {way: value for way, value in ms.items() if value}
         saved += [1 - ours / known[way] for way in ("fp32", "tf32") if way in known]
         parts.append(f"{model} {', '.join(f'{ours / value - 1:+.0%} over {way}' for way, value in known.items())}")
-    loss = _spell_change(_trained(wukong, "wukong", "tuned")["label 0"])
+    loss = _spell_change(_trained(trained, "dlrm", "tuned")["label 0"])
     return (
         REPRODUCED if saved and min(saved) >= 0.3 else REFUTED,
-        f"time of the whole training step in a CUDA graph, every chain in FP8: {'; '.join(parts)}. The loss was compared with bf16's: {loss} for the Wukong that `loka.tune` converted",
+        f"time of the whole training step in a CUDA graph, every chain in FP8: {'; '.join(parts)}. The loss was compared with bf16's, on a DLRM of the same widths that `loka.tune` converted: {loss}",
     )
 
 
@@ -342,7 +342,7 @@ CLAIMS: tuple[tuple[str, str, str, Callable[..., tuple[str, str]]], ...] = (
     ("Memory of training", "-20 %", "h200/trained_wukong.json, h200/trained.json", _memory),
     ("Accuracy over naive FP8 on MovieLens", "+15 %", "h200/ablation.json", _over_naive),
     ("FP8 inference at less than 1 % of ranking quality", "2x to 3x faster", "h200/zoo_wukong_infer.json, h200/zoo_tower_cross.json, h200/zoo_inference.json", _inference),
-    ("Training time compared with FP32", "-30 %, accuracy within 1 %", "h200/zoo_float32.json, h200/trained_wukong.json", _float32),
+    ("Training time compared with FP32", "-30 %, accuracy within 1 %", "h200/zoo_float32.json, h200/trained.json", _float32),
     ("In production", "5 to 20 % training, 10 to 17 % serving", "", lambda: (ELSEWHERE, "needs the production models and 64 GPUs")),
     ("Precisions of production models", "95 % train in TF32, 99 % serve in FP16", "", lambda: (ELSEWHERE, "a statement about one company's models")),
     ("OneRec-V2 in FP8: latency and throughput of the whole stack", "-49 %, +92 %", "h200/onerec_engine.json", _engine),

@@ -20,7 +20,7 @@ row of 128 bytes, and a 40 MB array of them does not stay in the L2 cache beside
 do. Decoding is an addition and a shift: the code is the upper bits of a float32.
 
 Rows and their scales are in one allocation, the `store`: all rows, then all scales. A scale at the end of its row was
-slower at every width (H200: 5.2 instead of 6.7 times F.embedding_bag's speed at 256 bytes, 2.15 instead of 2.34 at 32),
+slower at every width (H200: 5.2 instead of 6.7 times F.embedding_bag's speed at 256 bytes, 2.2 instead of 2.3 at 32),
 because rows are then not aligned. Kernels take both with any stride.
 
 Some rows may be kept in float32 ("hot" rows): `slot[r]` is the place of row r in `hot`, or -1. The low-precision copy
