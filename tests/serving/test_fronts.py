@@ -1,7 +1,6 @@
 """Front processes: what they share with the engine's process, and what happens when one of them, or that process, dies."""
 
 import asyncio
-import gc
 import json
 import os
 import pickle
@@ -27,9 +26,8 @@ from loka.serving.fronts import Fronts, Process, Reply, bind_fronts
 from loka.serving.queues import Batch
 from loka.serving.rank_reader import RankReader
 from loka.serving.rehearsal import Turns
-from loka.serving.runner import Refused, Runner, Ticket
+from loka.serving.runner import Refused, Ticket
 from loka.serving.servable import FieldError, Job, Sealed
-from loka.serving.telemetry import Telemetry
 from loka.serving.times import Bucket
 
 from .client import call, dial, get, post, wait_for
@@ -471,142 +469,3 @@ def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
         assert (sent.sent[0].status, type(sent.sent[1])) == (500, frames.Answer)
 
     asyncio.run(work())
-
-
-def test_places_never_overlap_and_become_whole_again() -> None:
-    blocks, source, held = frames.Blocks(64 * 1024), random.Random(1), []
-    for _ in range(3000):
-        if held and source.random() < 0.5:
-            blocks.give(*held.pop(source.randrange(len(held))))
-        elif (start := blocks.take(size := source.randint(1, 4000))) is not None:
-            assert all(start + size <= at or at + length <= start for at, length in held)
-            held.append((start, size))
-    assert held
-    for one in held:
-        blocks.give(*one)
-    assert blocks._free == [(0, 64 * 1024)]
-
-
-def test_frames_are_heard_however_they_are_cut() -> None:
-    async def work() -> None:
-        heard: list[Any] = []
-
-        class Wire:
-            data = b""
-
-            def write(self, data: bytes) -> None:
-                self.data += data
-
-        ends = [frames.Link(frames.TO_ENGINE, heard.append, lambda: None) for _ in range(2)]
-        wire = Wire()
-        ends[0].connection_made(wire)  # type: ignore[arg-type]
-        sent = [frames.Cancel(n) if n % 3 else frames.Exposed("r" * n, {"ms": 1.5}) for n in range(50)]
-        for one in sent:
-            ends[0].send(one)
-        assert wire.data == b""  # one write at the end of the turn
-        await asyncio.sleep(0)
-        for at in range(0, len(wire.data), 7):
-            ends[1].data_received(wire.data[at : at + 7])
-        assert heard == sent
-
-    asyncio.run(work())
-
-
-def test_counts_of_two_fronts_add_up_to_those_of_one_process() -> None:
-    now = [100.0]
-    whole, parts, sum_of_parts = Telemetry(lambda: now[0]), [Telemetry(lambda: now[0]) for _ in range(2)], Telemetry(lambda: now[0])  # fmt: skip
-    source = random.Random(0)
-    for step in range(400):
-        now[0] += 0.02
-        for told in (whole, parts[source.randrange(2)]):
-            told.count("loka_requests_total", model="m", code=str(200 + step % 3))
-            told.observe("loka_latency_seconds", step / 1024, model="m")
-            told.answered(step / 1024, late=step % 5 == 0)
-        if step % 37 == 0:
-            sum_of_parts.merge(parts[step % 2].take())  # the other one tells of earlier seconds later
-    for part in parts:
-        sum_of_parts.merge(part.take())
-        assert not part.take()
-    assert sorted(sum_of_parts.render().splitlines()) == sorted(whole.render().splitlines())
-    assert sum_of_parts.history() == whole.history()
-
-
-def test_the_next_batch_is_taken_when_the_last_one_ends() -> None:
-    """Else whoever is admitted in between finds an idle engine with a long queue, and simulates all of it."""
-    runner = Runner(Sleeper({(1, 0): 0.002}), Policy(sla=60.0))
-    idle: list[int] = []
-
-    class Watched(threading.Condition):
-        def __exit__(self, *args: Any) -> None:
-            scheduler = runner.scheduler
-            if threading.current_thread().name.startswith("loka-") and scheduler is not None:
-                idle.append(len(scheduler) if scheduler.running is None else 0)
-            super().__exit__(*args)
-
-    async def work() -> None:
-        runner._changed = Watched()
-        await runner.start()
-        ask = runner.model.request_type(number=1)
-        tickets = [runner.submit(ask, arrived=time.monotonic()) for _ in range(20)]
-        for ticket in tickets:
-            await ticket.future
-        runner.close()
-
-    asyncio.run(work())
-    assert len(idle) >= 20
-    assert not any(idle)
-
-
-def test_answers_are_taken_while_the_device_is_busy_with_the_next_batch() -> None:
-    class Launching(Sleeper):
-        launches = True
-        told: list[str]
-
-        def run(self, bucket: tuple[int, int], jobs: Any) -> Any:
-            if self.broken:
-                raise RuntimeError("broken before it was launched")
-            self.told.append("launch")
-            self.launched()  # type: ignore[attr-defined]
-            return super().run(bucket, jobs)
-
-    model = Launching({(1, 0): 0.02})
-    model.told, model.launched = [], lambda: None  # type: ignore[attr-defined]
-    runner = Runner(model, Policy(sla=60.0))
-
-    async def work() -> None:
-        await runner.start()
-        model.told.clear()
-        ask = model.request_type(number=1)
-        tickets = [runner.submit(ask, arrived=time.monotonic()) for _ in range(4)]
-        for ticket in tickets:
-            ticket.future.add_done_callback(lambda _: model.told.append("answer"))
-        assert [(await ticket.future).number for ticket in tickets] == [2] * 4  # the last one too, which none follows
-        await asyncio.sleep(0)
-        places = [place for place, word in enumerate(model.told) if word == "answer"]
-        launches = [model.told[:place].count("launch") for place in places]
-        assert all(seen >= wanted for seen, wanted in zip(launches, [2, 3, 4, 4], strict=True)), model.told
-        model.broken = True
-        failing = [runner.submit(ask, arrived=time.monotonic()) for _ in range(3)]
-        for ticket in failing:
-            with pytest.raises(Refused, match="the model failed"):
-                await asyncio.wait_for(ticket.future, 10)
-        runner.close()
-
-    asyncio.run(work())
-
-
-def test_the_heap_is_exempt_from_collections_before_the_model_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One collection over the heap of a compiled model stops every thread for tenths of a second."""
-    ready: list[bool] = []
-    runner = Runner(Sleeper(COST), Policy(sla=60.0))
-    freeze = gc.freeze
-    monkeypatch.setattr(gc, "freeze", lambda: (ready.append(runner.ready), freeze()))
-
-    async def work() -> None:
-        await runner.start()
-        runner.close()
-
-    gc.unfreeze()
-    asyncio.run(work())
-    assert ready == [False]
-    assert gc.get_freeze_count() > 10_000
