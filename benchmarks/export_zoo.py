@@ -64,7 +64,7 @@ def prepare(name, device, rows):
     for run in runs.values():
         for _ in range(3):
             run()
-    return runs, {"model": name, "rows": inputs[0].shape[0], "chains": list(made.low_precision), "difference": made.difference, "export_s": seconds, "bytes": size}  # fmt: skip
+    return runs, {"model": name, "rows": inputs[0].shape[0], "chains": list(made.low_precision), "difference": made.difference, "moved": made.moved, "export_s": seconds, "bytes": size}  # fmt: skip
 
 
 @torch.no_grad()

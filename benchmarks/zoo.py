@@ -223,12 +223,13 @@ def run_step(model, inputs, mode):
 
 def prepare(model, way, inputs, mode, facts):
     """The way, through public calls only."""
+    global IN_FLOAT32
     if way in ("bf16", "bf16-before"):
         return model
     if way in ("fp32", "tf32"):
         if mode != "train":
             raise ValueError(f"{way} is a way to train; inference here has bf16 weights")
-        globals()["IN_FLOAT32"] = True
+        IN_FLOAT32 = True
         torch.set_float32_matmul_precision("high" if way == "tf32" else "highest")
         return model
     if way.startswith("torchao"):

@@ -2,8 +2,8 @@
 
 Both compute the same, but not in the same order: the file has other kernels, and sums differ in their last bits. In a
 model of 16 or 32 bits that stays small. A value next to the boundary of two FP8 numbers, however, becomes the other one,
-6 to 12 % away, and every later FP8 layer multiplies such values: the results of a six-layer Wukong move by 2.4 % if its
-inputs change by a 4,000th. No file can agree with such a model more closely than the model with itself. So a file that
+6 to 12 % away, and every later FP8 layer multiplies such values: the results of a small Wukong of four layers move by
+2.4 % if its inputs change by a 4,000th. No file can agree with such a model more closely than the model with itself. So a file that
 is not within CLOSE is compared with how far the model's own results move when what it reads is rounded differently.
 """
 
@@ -46,9 +46,7 @@ class Agreement:
 
     def accepts(self, tolerance: float | None) -> bool:
         """Return whether the difference is within the tolerance; None: within CLOSE, or what the model itself moves."""
-        moved = (
-            self.moved if self.moved is not None and math.isfinite(self.moved) else 0.0
-        )  # Inf and NaN excuse nothing
+        moved = self.moved if self.moved is not None and math.isfinite(self.moved) else 0.0  # Inf excuses nothing
         return self.difference <= (max(CLOSE, moved) if tolerance is None else tolerance)
 
 
