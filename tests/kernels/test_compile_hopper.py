@@ -93,37 +93,66 @@ MIXED = {
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
 CONFIGURATIONS = {
     ("quantize", "_rows", "row"): (
-        {**QUANTIZE, "c_ptr": X}, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, "ALIGN": 16, "COLUMNS": False, **ROUNDED}, {"num_warps": 4},
+        QUANTIZE, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, "ALIGN": 16, **ROUNDED}, {"num_warps": 4},
     ),
-    ("quantize", "_rows", "row, and the maxima of the columns"): (
-        {**QUANTIZE, "c_ptr": X}, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, "ALIGN": 16, "COLUMNS": True, **ROUNDED}, {"num_warps": 4},
+    ("quantize", "_tiles", "1x128"): (
+        QUANTIZE, {"part_ptr": None, "BM": 32, "BK": 128, "ALIGN": 16, "COUNT": 0, "SCALE": 3, **ROUNDED}, {"num_warps": 4},
     ),
-    ("quantize", "_tiles", "1x128"): (QUANTIZE, {"BM": 32, "BK": 128, "ALIGN": 16, "SCALE": 3, **ROUNDED}, {"num_warps": 4}),
+    ("quantize", "_tiles", "one scale, from maxima"): (
+        {**QUANTIZE, "part_ptr": S}, {"BM": 32, "BK": 128, "ALIGN": 16, "COUNT": 512, "SCALE": 5, **ROUNDED}, {"num_warps": 4},
+    ),
+    ("quantize", "_both", "one scale, from maxima"): (
+        {**QUANTIZE, "qt_ptr": "*i32", "st_ptr": S, "part_ptr": S},
+        {"BM": 128, "BK": 128, "ALIGN": 16, "COUNT": 512, "BACKWARDS": True, "SCALE": 5, "TSCALE": 5, **BOTH_ROUNDED},
+        {"num_warps": 4, "maxnreg": 168},
+    ),
     ("quantize", "_both", "1x128 both ways"): (
         {**QUANTIZE, "qt_ptr": "*i32", "st_ptr": S},
-        {"BM": 128, "BK": 128, "ALIGN": 16, "BACKWARDS": False, "SCALE": 3, "TSCALE": 3, **BOTH_ROUNDED},
+        {"part_ptr": None, "BM": 128, "BK": 128, "ALIGN": 16, "COUNT": 0, "BACKWARDS": False, "SCALE": 3, "TSCALE": 3, **BOTH_ROUNDED},
         {"num_warps": 4, "maxnreg": 168},
     ),
     ("quantize", "_both", "the transpose alone, one scale"): (
         {"x_ptr": X, "qt_ptr": "*i32", "st_ptr": S},
-        {"q_ptr": None, "s_ptr": None, "BM": 128, "BK": 128, "ALIGN": 16, "BACKWARDS": True, "SCALE": 0, "TSCALE": 1, **BOTH_ROUNDED},
+        {"q_ptr": None, "s_ptr": None, "part_ptr": None, "BM": 128, "BK": 128, "ALIGN": 16, "COUNT": 0, "BACKWARDS": True, "SCALE": 0, "TSCALE": 1, **BOTH_ROUNDED},
         {"num_warps": 4, "maxnreg": 168},
     ),
-    ("quantize", "_amax", "all maxima"): (
+    ("quantize", "_maxima", "all maxima"): (
         {"x_ptr": X, "row_ptr": S, "column_ptr": S, "tensor_ptr": S},
-        {"BM": 128, "BK": 256, "ROWS": 16, "ALIGN": 16, "ROW": True, "COLUMN": True, "TENSOR": True},
+        {"BM": 64, "BK": 128, "ALIGN": 16, "ROW": True, "COLUMN": True, "TENSOR": True, "FAST": True},
         {"num_warps": 8},
     ),
-    ("quantize", "_amax", "of the tensor"): (
+    ("quantize", "_maxima", "of the tensor"): (
         {"x_ptr": X, "tensor_ptr": S},
-        {"row_ptr": None, "column_ptr": None, "BM": 128, "BK": 256, "ROWS": 16, "ALIGN": 16, "ROW": False, "COLUMN": False, "TENSOR": True},
-        {"num_warps": 4},
+        {"row_ptr": None, "column_ptr": None, "BM": 64, "BK": 128, "ALIGN": 16, "ROW": False, "COLUMN": False, "TENSOR": True, "FAST": True},
+        {"num_warps": 8},
+    ),
+    ("quantize", "_maxima_of_pairs", "of rows and columns"): (
+        {"x_ptr": "*i32", "row_ptr": S, "column_ptr": S},
+        {"tensor_ptr": None, "BM": 64, "BK": 64, "ALIGN": 8, "ROW": True, "COLUMN": True, "TENSOR": False, "HALF": False},
+        {"num_warps": 8},
+    ),
+    ("quantize", "_maxima_of_pairs", "of the tensor, fp16"): (
+        {"x_ptr": "*i32", "tensor_ptr": S},
+        {"row_ptr": None, "column_ptr": None, "BM": 64, "BK": 64, "ALIGN": 8, "ROW": False, "COLUMN": False, "TENSOR": True, "HALF": True},
+        {"num_warps": 8},
+    ),
+    ("quantize", "_grouped", "1x128 both ways"): (
+        {"x_ptr": "*i32", "q_ptr": "*i16", "s_ptr": S, "qt_ptr": "*i32", "st_ptr": S},
+        {"TILE": 128, "ALIGN": 8, "HALF": False, "POW2": False, "T_POW2": False, "PREROUND": False},
+        {"num_warps": 4, "maxnreg": 168},
     ),
     ("quantize", "_turn", "bytes"): (
         {"x_ptr": "*u8", "t_ptr": "*i32"}, {"BM": 128, "BK": 128, "ALIGN": 16}, {"num_warps": 4},
     ),
-    ("quantize", "_scales", "pow2"): (
-        {"partial_ptr": S, "s_ptr": S}, {"PARTS": 64, "BLOCK": 64, "E5M2": False, "POW2": True}, {"num_warps": 4},
+    ("quantize", "_scales", "of rows and columns, pow2"): (
+        {"row_ptr": S, "s_ptr": S, "column_ptr": S, "st_ptr": S},
+        {"PARTS": 64, "BLOCK": 32, "E5M2": False, "POW2": True, "T_E5M2": False, "T_POW2": True},
+        {"num_warps": 4},
+    ),
+    ("quantize", "_scales", "of a tensor"): (
+        {"row_ptr": S, "s_ptr": S},
+        {"column_ptr": None, "st_ptr": None, "PARTS": 4096, "BLOCK": 1, "E5M2": False, "POW2": False, "T_E5M2": False, "T_POW2": False},
+        {"num_warps": 4},
     ),
     ("norm_quantize", "_forward", "layer norm to 1x128"): (
         {**QUANTIZE, "xs_ptr": S, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "made_ptr": S, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "head_ptr": X, "dots_ptr": S, "eps": "fp32", **DRAW},
@@ -216,9 +245,6 @@ CONFIGURATIONS = {
         {"BM": 32, "BN": 256, "NORM": True, "ACTIVATION": 3, "Z": 1, "SLOPE": 0.01, "DROP": 1, "PREROUND": False},
         {"num_warps": 8},
     ),
-    ("fused_linear", "_scales", "dynamic"): (
-        {"partial_ptr": S, "s_ptr": S}, {"PARTS": 4096, "BLOCK": 1, "E5M2": False, "POW2": False}, {"num_warps": 4},
-    ),
     ("interaction", "_interact", "plain residual"): (
         {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "rstd_ptr": S, "q_ptr": "*fp8e4nv"},
         {"N": 64, **VECTORS, "BN": 64, "BLOCKS": 16, "PROJECT": False, "KEEP": True, "PROGRAMS": 528, "PREROUND": False},
@@ -246,6 +272,7 @@ WRITES_FP8 = {
     "_rows",
     "_tiles",
     "_both",
+    "_grouped",
     "_forward",
     "_forward_both",
     "_backward_both",

@@ -98,6 +98,21 @@ def test_strides_do_not_matter(name: str, spec: Spec, device: torch.device) -> N
         assert_same(quantize(view, spec, backend=name), quantize_by_law(view.contiguous(), spec))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [12, 9])
+def test_triton_maxima_of_more_chunks_than_programs(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    """Programs go round again: every row counts, the last ones too, in pairs of columns or one by one."""
+    spec, row = Spec.parse("e4m3:tensor"), Spec.parse("e4m3:row")
+    supported("triton", [QuantizeCall(450, width, spec, dtype)], device)
+    for at in (0, 289, 449):
+        x = torch.ones(450, width, device=device, dtype=dtype)
+        x[at, at % width], x[at - 1, 0] = -7, math.inf
+        q, q_t = quantize_both(x, row, row, backend="triton")
+        assert_same(q, quantize_by_law(x, row))
+        assert_same(q_t, quantize_by_law(x.T.contiguous(), row))
+        assert_same(quantize(x, spec, backend="triton"), quantize_by_law(x, spec))
+
+
 @every_backend
 @pytest.mark.parametrize(
     "text", ["e4m3:tensor:static", "e5m2:tensor:delayed", "e4m3:row:static", "e4m3:row:static:pow2"]

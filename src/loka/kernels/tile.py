@@ -182,8 +182,8 @@ def to_fp8(
 
 @triton.jit
 def nan_for_inf(x):
-    """Replace Inf by NaN: E4M3 has no Inf, and the cast would saturate it."""
-    return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
+    """Replace Inf by NaN: E4M3 has no Inf, and the cast would saturate it. One instruction, since Inf x 0 is NaN."""
+    return tl.fma(x, tl.zeros_like(x), x)
 
 
 @triton.jit

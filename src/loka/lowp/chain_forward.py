@@ -192,8 +192,6 @@ def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors)
 
 
 def _quantize_weight(weight: Tensor, layout: Layout) -> tuple[QTensor, QTensor]:
-    """Quantize W and W^T. For a matrix as small as a weight, a compiled amax is faster than our kernel's."""
+    """Quantize W and W^T."""
     precision = layout.precision
-    if precision.weight_t_spec == TENSOR_SPEC:
-        return quantize_found(weight, TENSOR_SPEC, precision.quantize_backend)
     return quantize_both(weight, TENSOR_SPEC, precision.weight_t_spec, backend=precision.quantize_backend)

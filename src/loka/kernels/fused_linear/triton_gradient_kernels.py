@@ -12,7 +12,8 @@ from torch import Tensor
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
 from loka.kernels.fused_linear.triton_kernels import aligned, row_step
-from loka.kernels.quantize.triton_kernels import _scales, block_scales
+from loka.kernels.quantize.triton_kernels import block_scales
+from loka.kernels.quantize.triton_maxima_kernels import total_scale
 from loka.kernels.scaled_mm.triton_kernels import GROUPED
 from loka.kernels.strides import cdiv, empty_words
 from loka.kernels.tile import (
@@ -221,12 +222,10 @@ def gradient(
     draw = draw_arguments(dropout)
     if scale is None and not grouped:  # reads dy and z once more: 8 % of the layer's backward at 8192 x 2048 x 2048
         partial = torch.empty(tiles[0] * tiles[1], dtype=torch.float32, **new)
-        scale = torch.empty((), dtype=torch.float32, **new)
-        e5m2 = dtype == torch.float8_e5m2
         _gradient_amax[tiles](
             dy, z, z_scale, rstd, partial, *draw, m, n, dy.stride(0), stride_z, bm, bn, norm, activation, kept, slope, drop, INTERPRETED, num_warps=8
         )  # fmt: skip
-        _scales[(1,)](partial, scale, partial.numel(), 1, 4096, 1, e5m2, pow2)
+        scale = total_scale(partial, dtype == torch.float8_e5m2, pow2)
     g = aligned(m, n, dtype, dy.device)
     g_t, words = empty_words(n, m, t_dtype, dy.device, step=row_step(m, t_dtype))
     g_scale = block_scales(m, n, GROUPED, dy.device) if grouped else None
