@@ -56,7 +56,8 @@ def save(
         >>> loka.ptq.save(model, loka.quantize(model, "rowwise"), "model.safetensors")
     """
     refuse_unpacked(model, summary)
-    header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": _family_of(model),
+    family = next((name for name, known in FAMILIES.items() if type(model) is known.model), None)
+    header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": family,
               "config": _plain(getattr(model, "config", None)), "record": to_json(summary.record).decode()}  # fmt: skip
     with replacing(Path(path)) as temporary:
         tensors = {name: narrowed(name, tensor, dtype) for name, tensor in tensors_of(model).items()}
@@ -186,10 +187,6 @@ def _can_reset(module: nn.Module) -> bool:
     """Return True if a module has only non-persistent buffers and a `reset_parameters` that makes them."""
     kept = set(module._buffers) - module._non_persistent_buffers_set
     return not module._parameters and not kept and callable(getattr(module, "reset_parameters", None))
-
-
-def _family_of(model: nn.Module) -> str | None:
-    return next((name for name, family in FAMILIES.items() if type(model) is family.model), None)
 
 
 def _plain(config: Any) -> Any:
