@@ -183,7 +183,9 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         for name in ("torch", "triton"):
             backend = registry.backend("scaled_mm", name)
             if backend.supports(described, sets[0].a.device):
-                thunks = [partial(backend.run, o.a, o.b, out_dtype=torch.bfloat16, fast_accum=True) for o in sets]
+                thunks: list[Thunk] = [
+                    partial(backend.run, o.a, o.b, out_dtype=torch.bfloat16, fast_accum=True) for o in sets
+                ]
                 checked = conformance.check_scaled_mm(backend, described, sets[0].a, sets[0].b, poison=False)
                 rivals.append((f"gemm {name}", thunks, checked))
         return rivals
