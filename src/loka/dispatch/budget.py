@@ -111,8 +111,8 @@ def search(
     left = list(items)
     first = frozenset((*choose_items(left, limit), *told))
     if measure is None:
-        told_so = f"{_describe_sum(effects, first, bound)}; not measured together: verify before trusting it"
-        return Spent(first, first, None, [told_so])
+        note = f"{_describe_sum(effects, first, bound)}; not measured together: verify before trusting it"
+        return Spent(first, first, None, [note])
     for number in range(MAX_ROUNDS):
         chosen = frozenset((*choose_items(left, limit), *told))
         if not chosen:

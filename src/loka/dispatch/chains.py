@@ -41,9 +41,9 @@ def place_chains(
         if wanted:
             raise ValueError(f"chains=True: {why}")
         return list(sites), [], [f"no chains: {why}"]
-    sees = {site.name: _make_look(site, margin, units, told) for site in report.sites}
-    probed = [unit for unit in report.chains if sees.keys() >= set(unit.linears)]
-    looked = Looked(sees, probed, report.alone)
+    looks = {site.name: _make_look(site, margin, units, told) for site in report.sites}
+    probed = [unit for unit in report.chains if looks.keys() >= set(unit.linears)]
+    looked = Looked(looks, probed, report.alone)
     training = any(gemm != "fprop" for site in report.sites for gemm in site.gemms)
     chosen = make_offers(looked, limits=Limits.to_place(margin, units), training=training)
     placed = [
