@@ -35,7 +35,11 @@ def test_jagged_wants_int64_offsets() -> None:
         Jagged(torch.arange(3), torch.empty(0, dtype=torch.int64))
 
 
-@given(st.lists(st.lists(st.integers(1, 9), max_size=6), max_size=6))
-def test_rows_are_read_back(rows: list[list[int]]) -> None:
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), max_size=6), st.integers(1, 8))
+def test_padding_keeps_the_latest(rows: list[list[int]], length: int) -> None:
     jagged = Jagged.from_rows(rows)
     assert [jagged.row(i).tolist() for i in range(jagged.rows)] == rows
+    expected = [row[-length:] + [0] * (length - len(row[-length:])) for row in rows]
+    padded = jagged.padded(length)
+    assert padded.shape == (len(rows), length)
+    assert padded.tolist() == expected

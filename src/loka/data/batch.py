@@ -64,6 +64,18 @@ class Jagged:
         """Copy to a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def padded(self, length: int, *, pad: int = 0) -> Tensor:
+        """Return a dense [rows, length] tensor: the last `length` values of every row, then padding on the right."""
+        if length < 1:
+            raise ValueError(f"padded length must be at least 1, got {length}")
+        kept = self.lengths.clamp(max=length)
+        out = self.values.new_full((self.rows, length), pad)
+        column = torch.arange(length, device=self.values.device).expand(self.rows, length)
+        mask = column < kept[:, None]
+        source = (self.offsets[1:] - kept)[:, None] + column
+        out[mask] = self.values[source[mask]]
+        return out
+
     def map(self, move: Callable[[Tensor], Tensor]) -> Jagged:
         """Apply a function that keeps values, such as a copy, to both tensors."""
         return Jagged(move(self.values), move(self.offsets))
