@@ -24,7 +24,7 @@ from loka.formats import E4M3, QTensor, Spec
 from loka.formats import quantize as quantize_by_law
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.scaled_mm import MatmulCall, reference
-from loka.probe.engine import Engine, Gate
+from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, run_rows, summarise
 from loka.probe.problem import Problem
 from loka.probe.watch import Watch
@@ -218,7 +218,7 @@ def inspect(planted: Planted, watch: Watch, *, samples: int = 20, limit: float =
     operands = recipe_named(planted.recipe).fprop
     assert operands is not None
     shape = (max(watch.largest, 1), watch.k, watch.n)
-    refusal = Gate().refuse(planted.engine, operands, shape, watch.device)
+    refusal = planted.engine.refuse(operands, shape, watch.device)
     evaluator = Evaluator(
         [planted.recipe], [planted.engine], samples=samples, sources=JUDGED, judged_on=JUDGED, seed=seed, gate=False
     )

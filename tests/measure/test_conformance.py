@@ -260,10 +260,10 @@ def test_quantisers_are_judged_bit_by_bit() -> None:
     verdict = check_quantized(nudged, right)
     assert not verdict
     assert "[2, 3]" in verdict.reason
-    assert check_quantized(nudged, right, neighbours=0.001)
-    data.view(torch.uint8)[2, 3] ^= 4  # now more than one code away: never forgiven
-    assert not check_quantized(QTensor(data, right.scale, spec), right, neighbours=0.5)
-    assert not check_quantized(QTensor(right.data, right.scale * 1.1, spec), right, neighbours=0.5)
+    assert verdict.error == 1 / x.numel()
+    data.view(torch.uint8)[2, 3] ^= 4  # now more than one code away
+    assert math.isinf(check_quantized(QTensor(data, right.scale, spec), right).error)
+    assert not check_quantized(QTensor(right.data, right.scale * 1.1, spec), right)
     assert not check_quantized(quantize(x, Spec.parse("e4m3:row")), right)
     x[0, 0] = torch.nan
     assert check_quantized(quantize(x, spec), quantize(x, spec))

@@ -7,7 +7,6 @@ import torch
 from sklearn.metrics import log_loss
 
 from loka.metrics import LogLoss, NormalizedEntropy
-from loka.metrics.logloss import relative_change
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -63,9 +62,3 @@ def test_single_class(label: int) -> None:
     assert loss.compute() == pytest.approx(math.log(2))
     assert math.isnan(entropy.compute())
     assert (entropy.examples, entropy.positives) == (5, 5 * label)
-
-
-def test_relative_change() -> None:
-    assert relative_change(0.99, 1.0) == pytest.approx(-1.0)
-    assert math.isnan(relative_change(1.0, 0.0))
-    assert math.isnan(relative_change(math.nan, 1.0))

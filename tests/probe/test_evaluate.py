@@ -15,7 +15,7 @@ from loka.formats import quantize as quantize_by_law
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.scaled_mm import GemmWay, reference
 from loka.probe import problem as problems
-from loka.probe.engine import Engine, Gate
+from loka.probe.engine import Engine
 from loka.probe.evaluate import (
     Evaluator,
     Trial,
@@ -34,7 +34,7 @@ from loka.probe.problem import (
     rows_of,
     split_samples,
 )
-from loka.probe.row_errors import compare_rows, lost_by_row
+from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
 from loka.records import DistributionError, Interval
 
 REFERENCE = Engine.named("reference")
@@ -184,7 +184,8 @@ def test_a_chunk_gives_the_errors_of_its_samples() -> None:
         errors, of_b = run_rows(
             chunk.problem, trial, chunk.problem.reference()
         )  # one scale for all, where it is the tensor's
-        values = [summarise(errors[slice(i * 16, (i + 1) * 16)], of_b) for i in range(3)]
+        parts = zip(*(column.split(16) for column in vars(errors).values()), strict=True)
+        values = [summarise(RowErrors(*part), of_b) for part in parts]
         assert found.mere.value == pytest.approx(sum(v[0] for v in values) / 3, rel=1e-9)
         assert (found.samples, found.rows) == (3, 16)
 
@@ -353,11 +354,11 @@ def test_the_gate_looks_at_the_sites_own_widths() -> None:
         out = reference.run(a, b, **options)
         return out.flip(0) if a.shape[1] == 48 else out
 
-    gate, operands = Gate(), recipe_named("rowwise").operands("fprop")
+    operands = recipe_named("rowwise").operands("fprop")
     assert operands is not None
     engine, cpu = planted(wrong_at_48), torch.device("cpu")
-    assert gate.refuse(engine, operands, (100, 32, 16), cpu) is None
-    assert "conformance" in (gate.refuse(engine, operands, (100, 48, 16), cpu) or "")
+    assert engine.refuse(operands, (100, 32, 16), cpu) is None
+    assert "conformance" in (engine.refuse(operands, (100, 48, 16), cpu) or "")
 
 
 def zero_beyond(limit: int) -> Any:

@@ -6,16 +6,6 @@ from loka.comms.fsdp import StepClock, quantize_ddp, quantize_fsdp
 from loka.kernels.wire.codec import Codec, parse_codec
 
 __all__ = [
-    "Agreement",
-    "Codec",
-    "Part",
-    "RankError",
-    "StepClock",
-    "Wire",
-    "all_gather",
-    "all_reduce",
-    "parse_codec",
-    "quantize_ddp",
-    "quantize_fsdp",
-    "reduce_scatter",
-]
+    "Agreement", "Codec", "Part", "RankError", "StepClock", "Wire", "all_gather", "all_reduce", "parse_codec",
+    "quantize_ddp", "quantize_fsdp", "reduce_scatter",
+]  # fmt: skip

@@ -125,21 +125,14 @@ class Agreement:
         if self.rank == source and data is None:
             raise ValueError(f"rank {source} broadcasts, so it needs data")
         self._meet("broadcast", "ready")
+        send = partial(dist.broadcast, async_op=True)
         length = torch.tensor([len(data) if data is not None else 0], device=self.device)
-        self._do(
-            f"broadcast from rank {source}",
-            (source,),
-            lambda: dist.broadcast(length, self._global(source), group=self.group, async_op=True),
-        )
+        self._do("broadcast from", source, send, length)
         buffer = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         if self.rank == source and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if len(buffer):
-            self._do(
-                f"broadcast from rank {source}",
-                (source,),
-                lambda: dist.broadcast(buffer, self._global(source), group=self.group, async_op=True),
-            )
+            self._do("broadcast from", source, send, buffer)
         received = bytes(buffer.cpu().numpy())
         self.compare("what was broadcast", received)
         return received
@@ -209,36 +202,26 @@ class Agreement:
 
     def _send(self, data: bytes, target: int) -> None:
         for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)):
-            self._send_tensor(tensor.to(self.device), target)
-
-    def _send_tensor(self, tensor: torch.Tensor, target: int) -> None:
-        start = partial(dist.isend, tensor, self._global(target), group=self.group)
-        self._do(f"send to rank {target}", (target,), start)
+            self._do("send to", target, dist.isend, tensor.to(self.device))
 
     def _receive(self, source: int) -> bytes:
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._do(
-            f"receive from rank {source}", (source,), lambda: dist.irecv(length, self._global(source), group=self.group)
-        )
+        self._do("receive from", source, dist.irecv, length)
         buffer = torch.empty(max(int(length), 1), dtype=torch.uint8, device=self.device)
-        self._do(
-            f"receive from rank {source}", (source,), lambda: dist.irecv(buffer, self._global(source), group=self.group)
-        )
+        self._do("receive from", source, dist.irecv, buffer)
         return bytes(buffer.cpu().numpy())[: int(length)]
 
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-    def _do(self, what: str, blamed: tuple[int, ...], start: Callable[[], Any]) -> None:
-        """Run a transfer with a time limit."""
+    def _do(self, what: str, peer: int, start: Callable[..., Any], tensor: torch.Tensor) -> None:
+        """Run a transfer from or to a rank with a time limit."""
+        rank = peer if self.group is None else dist.get_global_rank(self.group, peer)
         try:
-            work = start()
+            work = start(tensor, rank, group=self.group)
             if work is not None:
                 work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            ranks = ", ".join(map(str, blamed))
             raise RankError(
-                f"{what} did not finish in {self.timeout:g} s: rank {ranks} is gone or stuck ({error})", blamed
+                f"{what} rank {peer} did not finish in {self.timeout:g} s: rank {peer} is gone or stuck ({error})",
+                (peer,),
             ) from error
 
     def _meet(self, what: str, word: str) -> list[str]:

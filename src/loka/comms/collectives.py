@@ -87,7 +87,12 @@ def part_size(parts: Iterable[Part], codec: Codec, dtype: torch.dtype) -> int:
 
 def pack(x: Tensor, parts: Sequence[Part], codec: Codec, *, draw: Draw | None = None, first_block: int = 0) -> Tensor:
     """Encode a flat buffer, part by part."""
-    check_parts(x.numel(), parts)
+    described = sum(part.elements for part in parts)
+    if described != x.numel():  # would decode one parameter with the scales of another
+        raise ValueError(
+            f"the parts describe {described} elements, the buffer has {x.numel()}; "
+            "hint: every parameter of the group must take part (a parameter without a gradient leaves a gap)"
+        )
     pieces: list[Tensor] = []
     for part, piece in zip(parts, torch.split(x, [part.elements for part in parts]), strict=True):
         if part.whole:
@@ -106,16 +111,6 @@ def unpack(data: Tensor, parts: Sequence[Part], codec: Codec, dtype: torch.dtype
         for part, piece in zip(parts, torch.split(data, sizes), strict=True)
     ]
     return torch.cat(values) if values else torch.empty(0, dtype=out, device=data.device)
-
-
-def check_parts(elements: int, parts: Sequence[Part]) -> None:
-    """Raise if parts do not match a buffer: they would decode one parameter with the scales of another."""
-    described = sum(part.elements for part in parts)
-    if described != elements:
-        raise ValueError(
-            f"the parts describe {described} elements, the buffer has {elements}; "
-            "hint: every parameter of the group must take part (a parameter without a gradient leaves a gap)"
-        )
 
 
 def gather_tensors(output: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -10,8 +10,6 @@ The plan uses the names of the unwrapped model, so it can be exchanged between w
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from loka.comms.agreement import Agreement
 from loka.probe import Probe
 from loka.records import Plan, from_json, to_json
@@ -39,13 +37,12 @@ def plan_together(
     from safetensors.torch import load, save
 
     agreement = agreement or Agreement(name="planning")
-    agreement.merge(lambda: save(_contiguous(probe)), lambda data: probe.merge(load(data)))
+    agreement.merge(
+        lambda: save({name: value.contiguous().clone() for name, value in probe.state_dict().items()}),
+        lambda data: probe.merge(load(data)),
+    )
     decided = agreement.decide(lambda: to_json(judge(probe) if judge is not None else probe.evaluate().plan()))
     plan = from_json(decided, Plan)
     assert plan.seal is not None
     agreement.compare("the plan's digest", plan.seal.sha256.encode())
     return plan
-
-
-def _contiguous(probe: Probe) -> dict[str, Tensor]:
-    return {name: value.contiguous().clone() for name, value in probe.state_dict().items()}

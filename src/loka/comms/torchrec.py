@@ -31,14 +31,18 @@ from loka.kernels.wire.codec import Codec, parse_codec
 FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
 
 
+def _refuse_stochastic(*codecs: Codec) -> None:
+    if stochastic := [str(codec) for codec in codecs if codec.is_stochastic]:
+        raise ValueError(
+            f"{', '.join(stochastic)}: TorchRec tells a codec neither step nor table, so stochastic rounding could not be repeated"
+        )
+
+
 class EmbeddingCodec:
     """A codec with the interface of TorchRec's registry, for one direction of one kind of collective."""
 
     def __init__(self, codec: Codec, op: str, wire: Wire) -> None:
-        if codec.is_stochastic:
-            raise ValueError(
-                f"{codec}: TorchRec tells a codec neither step nor table, so stochastic rounding could not be repeated"
-            )
+        _refuse_stochastic(codec)
         self.codec, self.op, self.wire = codec, op, wire
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
@@ -213,10 +217,7 @@ def distribute_rows(
     """
     rows = require("torchrec.distributed.sharding.rw_sharding")
     codecs, wire = (parse_codec(forward), parse_codec(backward)), Wire() if wire is None else wire
-    if stochastic := [str(codec) for codec in codecs if codec.is_stochastic]:
-        raise ValueError(
-            f"{', '.join(stochastic)}: TorchRec tells a codec neither step nor table, so stochastic rounding could not be repeated"
-        )
+    _refuse_stochastic(*codecs)
     replaced = 0
     for module in model.modules():
         dists: Any = getattr(module, "_output_dists", ())

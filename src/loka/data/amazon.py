@@ -84,7 +84,8 @@ def read_semantic_ids(path: Path) -> dict[int, tuple[int, ...]]:
     document = _load_json(path)
     out: dict[int, tuple[int, ...]] = {}
     for key, codes in document.items():
-        matches = [_CODE.fullmatch(code) for code in codes] if _is_strings(codes) else []
+        strings = isinstance(codes, list) and all(isinstance(code, str) for code in codes)
+        matches = [_CODE.fullmatch(code) for code in codes] if strings else []
         if not key.isdecimal() or not matches or None in matches:
             raise DataError(f'{path}: item {key!r} has codes {codes!r}, expected a list such as ["<a_1>", "<b_2>"]')
         out[int(key) + 1] = tuple(int(match[1]) for match in matches if match)
@@ -145,10 +146,6 @@ def _load_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(document).__name__}")
     return document
-
-
-def _is_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(part, str) for part in value)
 
 
 def _only(folder: Path, patterns: tuple[str, ...]) -> Path:

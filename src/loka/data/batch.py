@@ -9,7 +9,7 @@ recent event of a row is the last one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +62,7 @@ class Jagged:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
         """Copy to a device."""
-        return Jagged(
-            self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking)
-        )
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def padded(self, length: int, *, pad: int = 0) -> Tensor:
         """Return a dense [rows, length] tensor: the last `length` values of every row, then padding on the right."""
@@ -77,6 +75,10 @@ class Jagged:
         source = (self.offsets[1:] - kept)[:, None] + column
         out[mask] = self.values[source[mask]]
         return out
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Jagged:
+        """Apply a function that keeps values, such as a copy, to both tensors."""
+        return Jagged(move(self.values), move(self.offsets))
 
 
 @dataclass(frozen=True)
@@ -119,20 +121,17 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Copy every tensor to a device."""
-        return Batch(
-            dense=self.dense.to(device, non_blocking=non_blocking),
-            categorical=self.categorical.to(device, non_blocking=non_blocking),
-            sequences={name: j.to(device, non_blocking=non_blocking) for name, j in self.sequences.items()},
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            group=self.group.to(device, non_blocking=non_blocking),
-        )
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked memory, so that a later `.to("cuda", non_blocking=True)` overlaps with compute."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
-            dense=self.dense.pin_memory(),
-            categorical=self.categorical.pin_memory(),
-            sequences={n: Jagged(j.values.pin_memory(), j.offsets.pin_memory()) for n, j in self.sequences.items()},
-            labels=self.labels.pin_memory(),
-            group=self.group.pin_memory(),
+            dense=move(self.dense),
+            categorical=move(self.categorical),
+            sequences={name: jagged.map(move) for name, jagged in self.sequences.items()},
+            labels=move(self.labels),
+            group=move(self.group),
         )

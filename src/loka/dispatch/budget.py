@@ -111,12 +111,8 @@ def search(
     left = list(items)
     first = frozenset((*choose_items(left, limit), *told))
     if measure is None:
-        return Spent(
-            first,
-            first,
-            None,
-            [f"{_describe_sum(effects, first, bound)}; not measured together: verify before trusting it"],
-        )
+        note = f"{_describe_sum(effects, first, bound)}; not measured together: verify before trusting it"
+        return Spent(first, first, None, [note])
     for number in range(MAX_ROUNDS):
         chosen = frozenset((*choose_items(left, limit), *told))
         if not chosen:
@@ -157,7 +153,7 @@ def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None =
     trained model, so a site that quantizes gradients alone costs nothing here.
     """
     evidence = {site.name: site for site in report.sites}
-    told = [site for site in plan.sites if _is_overridden(site)]
+    told = [s for s in plan.sites if any(c.quantized and c.reason.startswith("override ") for c in s.choices)]
     free = [site for site in plan.sites if any(c.quantized for c in site.choices) and site not in told]
     effects = {site.site: _effect(evidence[site.site], site) for site in (*told, *free)}
     unknown = [site.site for site in told if effects[site.site] is None]
@@ -204,10 +200,6 @@ def _restrict(plan: Plan, spent: Spent, effects: Mapping[str, float | None], bou
     ]
     total = sum(effects.get(name) or 0.0 for name in spent.chosen)
     return msgspec.structs.replace(plan, sites=sites, expected_metric_change=total, notes=[*plan.notes, *spent.notes])
-
-
-def _is_overridden(site: SitePlan) -> bool:
-    return any(c.quantized and c.reason.startswith("override ") for c in site.choices)
 
 
 def _reaches_metric(planned: SitePlan) -> bool:

@@ -41,11 +41,9 @@ def place_chains(
         if wanted:
             raise ValueError(f"chains=True: {why}")
         return list(sites), [], [f"no chains: {why}"]
-    looked = Looked(
-        {site.name: _make_look(site, margin, units, told) for site in report.sites},
-        _find_probed_units(report),
-        report.alone,
-    )
+    looks = {site.name: _make_look(site, margin, units, told) for site in report.sites}
+    probed = [unit for unit in report.chains if looks.keys() >= set(unit.linears)]
+    looked = Looked(looks, probed, report.alone)
     training = any(gemm != "fprop" for site in report.sites for gemm in site.gemms)
     chosen = make_offers(looked, limits=Limits.to_place(margin, units), training=training)
     placed = [
@@ -61,12 +59,6 @@ def place_chains(
     if wanted and not placed:
         raise ValueError("chains=True, and every linear of every chain is refused: " + "; ".join(f"{n}: {w}" for n, w in out.items()))  # fmt: skip
     return [_note_chain(site, inside, out) for site in sites], placed, notes
-
-
-def _find_probed_units(report: ProbeReport) -> list[UnitPlan]:
-    """Return the units whose linears were all probed."""
-    names = {site.name for site in report.sites}
-    return [unit for unit in report.chains if names.issuperset(unit.linears)]
 
 
 def _make_look(site: Site, margin: float, units: int, told: Mapping[str, str]) -> SiteLook:

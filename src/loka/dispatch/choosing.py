@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from loka.dispatch.margin import share_of_margin
 from loka.dispatch.recipe import RECIPES, choice_of
 from loka.records import GEMMS, Alarm, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
 
@@ -153,7 +154,7 @@ class Limits:
     @classmethod
     def to_place(cls, margin: float, units: int) -> "Limits":
         """Return limits for callers that place what passes unmeasured: each GEMM may cost margin / sqrt(units)."""
-        share = margin / math.sqrt(max(units, 1))
+        share = share_of_margin(margin, units)
         text = f"{share:.4%}, its share of the margin"
         return cls(share, share, text, text, upper=True)
 
@@ -240,18 +241,13 @@ def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training:
     return [Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}") for site, harm in zip(sites, harms, strict=True)]  # fmt: skip
 
 
-def _recipe_of_unit(unit: UnitPlan, training: bool) -> str:
-    """Return the scored recipe that stands for a unit's scales."""
+def _recipe_of_site(site: SiteLook, unit: UnitPlan, training: bool) -> str:
+    """Return the scored recipe that stands for a unit's scales: CHAIN if it was measured inside a running chain."""
+    if ("fprop", CHAIN) in site.harm:
+        return CHAIN
     if unit.scales in ("delayed", "calibrated"):
         return "delayed" if training else "static"
-    if len(unit.links) > 1:
-        return "tensorwise"
-    return "tensorwise" if training else "rowwise"
-
-
-def _recipe_of_site(site: SiteLook, unit: UnitPlan, training: bool) -> str:
-    """Return the scored recipe for one linear of a unit: CHAIN if it was measured inside a running chain."""
-    return CHAIN if ("fprop", CHAIN) in site.harm else _recipe_of_unit(unit, training)
+    return "tensorwise" if training or len(unit.links) > 1 else "rowwise"
 
 
 def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str | None:

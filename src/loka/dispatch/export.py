@@ -156,9 +156,8 @@ def to_modelopt(plan: Plan) -> str:
             )
             left_out[site.site] = f"{choice.a} @ {choice.b} cannot be expressed in ModelOpt: {why}"
             continue
-        entries += [
-            {"quantizer_name": f"{_escape_wildcards(site.site)}.{part}", "cfg": cfg} for part, cfg in attributes.items()
-        ]
+        name = re.sub(r"([*?\[])", r"[\1]", site.site)  # the wildcards of `fnmatch`, escaped
+        entries += [{"quantizer_name": f"{name}.{part}", "cfg": cfg} for part, cfg in attributes.items()]
     lines = [
         "# Made by loka from a plan: mtq.quantize(model, CONFIG, forward_loop). Input scales are computed at run time, as in the plan;",
         "# FP8_DEFAULT_CFG would calibrate them.",
@@ -174,11 +173,6 @@ def to_modelopt(plan: Plan) -> str:
         "}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _escape_wildcards(name: str) -> str:
-    """Escape the wildcards of `fnmatch` in a name."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 FORMATS: dict[str, Callable[[Plan], str]] = {

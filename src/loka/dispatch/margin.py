@@ -43,7 +43,8 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     allowed = fine if resolved else coarse
     # The coarse bound is for noise only: an interval that lies wholly beyond the fine bound is resolved, and the
     # measured value, even of a single unit, must be within the margin of the whole model.
-    within = furthest(change) <= allowed and max(change.low, -change.high) <= fine and abs(change.value) <= margin
+    furthest = max(abs(change.low), abs(change.high))
+    within = furthest <= allowed and max(change.low, -change.high) <= fine and abs(change.value) <= margin
     share = (
         f", {margin if resolved else max(COARSE_MARGIN, margin):.2%} divided by the square root of {units} units"
         if units > 1
@@ -53,8 +54,3 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     if not resolved and margin < COARSE_MARGIN:
         words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts for the ends of the interval, and {margin:.4%} for the change"
     return Allowance(allowed, within, words)
-
-
-def furthest(change: Interval) -> float:
-    """Return the absolute value of the end of an interval that is further from zero."""
-    return max(abs(change.low), abs(change.high))

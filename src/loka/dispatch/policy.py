@@ -136,14 +136,17 @@ def make_plan(
             f"overrides match no site: {', '.join(unmatched)}; sites are {', '.join(s.name for s in report.sites)}"
         )
     units = report.units or len(report.sites)
+    # kinds of GEMMs that are scored at some site: gradient GEMMs are scored even if the loss is unknown
+    scored = {c.gemm for site in report.sites for c in site.candidates if c.harm is not None}
+    found = {site.name: _find_override(site, policy) for site in report.sites}
     sites, chains, told = place_chains(
         report,
-        [_plan_site(site, policy, speeds, units, scored=_scored_gemms(report)) for site in report.sites],
+        [_plan_site(site, policy, speeds, units, scored=scored) for site in report.sites],
         margin=policy.margin,
         units=units,
         wanted=policy.chains,
         refusal=_refuse_chains(policy),
-        told={s.name: text for s in report.sites if (text := _find_override(s, policy))},
+        told={name: text for name, (override, text) in found.items() if override not in (None, AUTO)},
     )
     plan = Plan(
         model=report.model,
@@ -175,12 +178,11 @@ def _refuse_chains(policy: Policy) -> str | None:
     return None
 
 
-def _find_override(site: Site, policy: Policy) -> str | None:
-    """Describe the override that fixes a site's recipe, or return None if the evidence decides."""
-    for pattern, override in policy.overrides.items():
-        if fnmatchcase(site.name, pattern):
-            return None if override == AUTO else f"override {pattern!r}: {override}"
-    return None
+def _find_override(site: Site, policy: Policy) -> tuple[str | None, str]:
+    """Return what the first matching override asks for, None if there is none, and its description."""
+    matching = ((p, override) for p, override in policy.overrides.items() if fnmatchcase(site.name, p))
+    pattern, override = next(matching, (None, None))
+    return override, f"override {pattern!r}: {override}"
 
 
 def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None) -> tuple[Speeds, list[str]]:
@@ -232,26 +234,17 @@ def _make_site_plan(site: Site, choices: list[Choice]) -> SitePlan:
     return SitePlan(site=site.name, m=site.m, k=site.k, n=site.n, flops_share=site.flops_share, choices=choices)
 
 
-def _scored_gemms(report: ProbeReport) -> frozenset[Gemm]:
-    """Return the GEMM kinds that are scored at some site. Gradient GEMMs are scored even if the loss is unknown."""
-    return frozenset(c.gemm for site in report.sites for c in site.candidates if c.harm is not None)
-
-
-def _plan_site(
-    site: Site, policy: Policy, speeds: Speeds, units: int = 1, *, scored: frozenset[Gemm] = frozenset()
-) -> SitePlan:
+def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int, *, scored: set[Gemm]) -> SitePlan:
     if site.kept is not None and not site.gemms:  # nothing was measured, so an override has nothing to choose from
         return _make_site_plan(site, [choice_of(gemm, None, site.kept) for gemm in GEMMS])
-    for pattern, override in policy.overrides.items():
-        if fnmatchcase(site.name, pattern):
-            why = f"override {pattern!r}: {override}"
-            if override == HIGH:
-                return _make_site_plan(site, [choice_of(gemm, None, why) for gemm in site.gemms])
-            if override == AUTO:
-                policy = replace(policy, recipe=AUTO)
-                break
-            recipe = recipe_named(override)
-            return _make_site_plan(site, [_choose_overridden(site, gemm, recipe, why, speeds) for gemm in site.gemms])
+    override, why = _find_override(site, policy)
+    if override == HIGH:
+        return _make_site_plan(site, [choice_of(gemm, None, why) for gemm in site.gemms])
+    if override == AUTO:
+        policy = replace(policy, recipe=AUTO)
+    elif override is not None:
+        recipe = recipe_named(override)
+        return _make_site_plan(site, [_choose_overridden(site, gemm, recipe, why, speeds) for gemm in site.gemms])
     if site.kept is not None:
         return _make_site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
     options = {gemm: list(speeds.options(site, gemm)) for gemm in site.gemms}

@@ -1,8 +1,7 @@
 """The SQLite file behind the performance database: opening, schema check, reads, writes, and errors that name the file.
 
-Write-ahead log, one short transaction per write, up to 30 s of waiting for the lock. A read-only file can still be
-read: SQLite needs to create files next to a write-ahead log even to read. If it cannot and no log is pending, the file
-is opened as immutable.
+A read-only file can still be read: SQLite needs to create files next to a write-ahead log even to read. If it cannot
+and no log is pending, the file is opened as immutable.
 """
 
 import os

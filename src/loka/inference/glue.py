@@ -35,12 +35,6 @@ def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(y, (x.shape[-1],), None if weight is None else weight.to(y.dtype), eps).to(x.dtype)
 
 
-def add_rms(h: Tensor, delta: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Return h + delta, and its norm."""
-    h = h + delta
-    return h, rms(h, weight, eps)
-
-
 def normalize(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Apply any of the norms that a `PackedNorm` describes."""
     if kind == "none":
@@ -88,10 +82,11 @@ def compiled_rms(eps: float, compiler: str | None) -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=64)
 def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `add_rms` with this eps, compiled as in `compiled_rms`."""
+    """Return a function to h + delta and its norm with this eps, compiled as in `compiled_rms`."""
 
     def run_add_rms(h: Tensor, delta: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        return add_rms(h, delta, weight, eps)
+        h = h + delta
+        return h, rms(h, weight, eps)
 
     return _compile(run_add_rms, compiler, rows=2)
 

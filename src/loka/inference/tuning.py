@@ -12,9 +12,9 @@ tuned. Without a GPU, or if nothing is to be measured and no row is known, the o
 """
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,10 @@ class _Race:
         for name, fused in ways:
             checks[name, fused] = check = self._judge(name, fused, x, sorting, expected)
             if check:
-                thunks = [_thunk(m.on(name, fused=fused), x, sorting.offsets, self.dtype) for m in self.groups]
+                thunks = [
+                    partial(_run_experts, moe.on(name, fused=fused), x, sorting.offsets, self.dtype)
+                    for moe in self.groups
+                ]
                 candidates[name, fused] = Contender(name + " fused" * fused, thunks, check)
         timed = time_together(list(candidates.values()), self.device) if candidates else []
         times = dict(zip(candidates, timed, strict=True))
@@ -266,10 +269,6 @@ class _Race:
         except Exception as failure:  # recorded as the reason; a failing backend must not break the engine
             return Conformance.failed(spell_error(failure), TOLERANCE)
         return judge_near(out, expected.double(), TOLERANCE, what="the layer")
-
-
-def _thunk(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Callable[[], Any]:
-    return lambda: _run_experts(moe, x, offsets, dtype)
 
 
 def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:

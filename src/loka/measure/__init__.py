@@ -6,11 +6,5 @@ from loka.measure.gate import judge_backend, judge_quantizer
 from loka.measure.timing import Contender, RedKernelError, time_together
 
 __all__ = [
-    "Conformance",
-    "Contender",
-    "RedKernelError",
-    "judge_backend",
-    "judge_quantizer",
-    "snapshot",
-    "time_together",
-]
+    "Conformance", "Contender", "RedKernelError", "judge_backend", "judge_quantizer", "snapshot", "time_together",
+]  # fmt: skip

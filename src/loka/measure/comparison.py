@@ -19,7 +19,6 @@ Results are compared in slabs of rows, to limit the memory for float64 copies.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +26,10 @@ from torch import Tensor
 
 from loka.formats import QTensor, expand_scale
 from loka.formats import decode as decode_elements
-from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance, nominal_size, show_first
+from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance, Law, nominal_size, show_first
 
 SLAB = 1 << 25  # elements of a result compared at a time
 STRIP, TILE = 64, 8
-
-
-@dataclass(frozen=True)
-class Exact:
-    """Some rows of the exact product, and the size that their errors are relative to."""
-
-    y: Tensor  # float64
-    size: Tensor  # float32, T above
 
 
 class Product:
@@ -47,14 +38,14 @@ class Product:
     def __init__(self, a: QTensor, b: QTensor, *, keep: bool) -> None:
         self.a, self.b, self._keep = a, b, keep
         self._right = _normalize_rows(b, 0, b.shape[0])
-        self._kept: dict[int, Exact] = {}
+        self._kept: dict[int, Law] = {}
 
     @property
     def shape(self) -> tuple[int, int]:
         """(M, N)."""
         return self.a.shape[0], self.b.shape[0]
 
-    def slabs(self) -> Iterator[tuple[int, Exact]]:
+    def slabs(self) -> Iterator[tuple[int, Law]]:
         """Yield (first row, exact rows) from top to bottom."""
         rows, columns = self.shape
         height = max(STRIP, SLAB // max(columns, 1) // STRIP * STRIP)
@@ -66,13 +57,13 @@ class Product:
                     self._kept[start] = known
             yield start, known
 
-    def _compute(self, start: int, stop: int) -> Exact:
+    def _compute(self, start: int, stop: int) -> Law:
         left, left_sizes, rows = _normalize_rows(self.a, start, stop)
         right, right_sizes, columns = self._right
         y = (left @ right.T).mul_(rows).mul_(columns.T)
         squares = (left_sizes.square() @ right_sizes.square().T).double()
         size = squares.sqrt_().mul_(rows).mul_(columns.T)
-        return Exact(y, torch.hypot(size, y).float())
+        return Law(y, torch.hypot(size, y).float())
 
 
 def _rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -128,27 +119,27 @@ def compare_product(
     return Conformance.within(worst, allowed, f"{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
 
 
-def _unexplained(out: Tensor, exact: Exact) -> Tensor:
+def _unexplained(out: Tensor, exact: Law) -> Tensor:
     """Return e (see the module docstring) in float32; 0 where the exact or the actual result is not finite."""
     error = (out.double() - exact.y).abs_()
     wide = out.float()
     binade = (wide.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 |out|), 0 for subnormals
     step = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
     error = (error - (binade.double() * (ULP[out.dtype] / 2)).clamp_(min=step)).clamp_(min=0.0)
-    size = exact.size
+    size = exact.terms
     ratio = (error / torch.where(size > 0, size, 1.0)).float()
     ratio = torch.where((size == 0) & (error > 0), torch.inf, ratio)
     return torch.where(exact.y.isfinite() & out.isfinite(), ratio, 0.0)
 
 
-def _find_misplaced(out: Tensor, exact: Exact, allowed: float, start: int) -> str | None:
+def _find_misplaced(out: Tensor, exact: Law, allowed: float, start: int) -> str | None:
     """Describe where NaN or infinity differs from the exact result, or return None."""
     y, limit = exact.y, torch.finfo(out.dtype).max
     finite = out.isfinite()
     largest = float(y.abs().amax())  # NaN if y contains one
     if largest < limit / 2 and bool(finite.all()):
         return None
-    room = ELEMENT_ALLOWANCE * allowed * exact.size.double() + ULP[out.dtype] * y.abs()
+    room = ELEMENT_ALLOWANCE * allowed * exact.terms.double() + ULP[out.dtype] * y.abs()
     infinite = out.isinf()
     for what, wrong in (
         ("differ in being NaN", out.isnan() != y.isnan()),

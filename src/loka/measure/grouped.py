@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, QTensor, Spec
+from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.grouped_mm.call import GroupedCall
 from loka.kernels.grouped_mm.reference import spans
@@ -151,8 +152,6 @@ class GroupedMm(Op[LoadedCall]):
 
     def baseline(self, call: LoadedCall, operands: GroupedOperands) -> Thunk:
         """Return torch's grouped GEMM in bf16; the reference on a CPU, where torch has none."""
-        from loka.kernels import registry
-
         name = "torch" if operands.x16.is_cuda else "reference"
         backend, o = registry.backend("grouped_mm", name), operands
         return lambda: backend.run(o.x16, o.w16, o.offsets, out_dtype=torch.bfloat16)

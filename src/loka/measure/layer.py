@@ -10,6 +10,7 @@ half an FP8 step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,7 +183,9 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         for name in ("torch", "triton"):
             backend = registry.backend("scaled_mm", name)
             if backend.supports(described, sets[0].a.device):
-                thunks = [_bare_gemm(backend, operands) for operands in sets]
+                thunks: list[Thunk] = [
+                    partial(backend.run, o.a, o.b, out_dtype=torch.bfloat16, fast_accum=True) for o in sets
+                ]
                 checked = conformance.check_scaled_mm(backend, described, sets[0].a, sets[0].b, poison=False)
                 rivals.append((f"gemm {name}", thunks, checked))
         return rivals
@@ -199,10 +202,6 @@ class FusedLinear(Op[FusedCall | GradientCall]):
     def flops(self, call: FusedCall | GradientCall) -> int:
         """Return 2 M K N for forward; 0 for the gradient, whose GEMMs are not included."""
         return 0 if isinstance(call, GradientCall) else 2 * call.m * call.k * call.n
-
-
-def _bare_gemm(backend: Any, operands: LayerOperands) -> Thunk:
-    return lambda: backend.run(operands.a, operands.b, out_dtype=torch.bfloat16, fast_accum=True)
 
 
 def _layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -80,7 +80,7 @@ class MixedDots(Op[MixturesCall]):
         """Return the products, with the mixtures if requested, or dx and the gradients of the weights."""
         o = operands
         if call.gradient:
-            return lambda: _present(backend.gradient(o.dp, o.dz, o.x, o.weight, o.mixing))
+            return lambda: [g for g in backend.gradient(o.dp, o.dz, o.x, o.weight, o.mixing) if g is not None]
         if call.results:
             return lambda: backend.run(o.x, o.weight, o.mixing)
         return lambda: backend.run(o.x, o.weight)[0]
@@ -120,10 +120,6 @@ class MixedDots(Op[MixturesCall]):
     def flops(self, call: MixturesCall) -> int:
         """Count two products, and one for mixtures that are results; twice as many for the gradient."""
         return 2 * call.b * call.n * call.d * (2 * call.k + call.results) * (1 + call.gradient)
-
-
-def _present(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    return tuple(result for result in results if result is not None)
 
 
 def _judge(run: Thunk, law: Law, call: MixturesCall, dtype: torch.dtype, *, poison: bool = True) -> Conformance:

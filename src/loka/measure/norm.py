@@ -7,6 +7,7 @@ and a dtype for the unquantized output. Gradients are `gradient NORM>...` (`norm
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -136,11 +137,12 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if isinstance(call, NormGradientCall):
             return []
         first = sets[0]["x"]
-        rivals: list[Rival] = [("copy", [_copy(operands) for operands in sets], Conformance(True, 0.0, 0.0))]
+        copies: list[Thunk] = [partial(torch.empty_like(o["x"]).copy_, o["x"]) for o in sets]
+        rivals: list[Rival] = [("copy", copies, Conformance(True, 0.0, 0.0))]
         alone = QuantizeCall(call.m, call.k, call.spec, call.in_dtype)
         backend = registry.backend("quantize", "triton")
         if backend.supports(alone, first.device):
-            thunks = [_quantizer(backend, call, operands) for operands in sets]
+            thunks: list[Thunk] = [partial(backend.run, o["x"], call.spec, scale=o["scale"]) for o in sets]
             expected = quantize(first, cast(Spec, call.spec), scale=sets[0]["scale"])
             rivals.append(("quantize", thunks, conformance.check_quantized(thunks[0]()[0], expected)))
         return rivals
@@ -152,13 +154,3 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         item = call.in_dtype.itemsize
         extra = 2 * item * call.residual + (call.out_dtype.itemsize if call.out_dtype else 0)
         return call.m * call.k * (item + 1 + call.transpose + extra)
-
-
-def _copy(operands: dict[str, Tensor]) -> Thunk:
-    target = torch.empty_like(operands["x"])
-    return lambda: target.copy_(operands["x"])
-
-
-def _quantizer(backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:
-    x, scale = operands["x"], operands["scale"]
-    return lambda: backend.run(x, call.spec, scale=scale)

@@ -81,7 +81,6 @@ def _vary_flat(flat: OperandSet, name: str) -> OperandSet:
 
 
 def _negate_row(q: QTensor, row: int) -> QTensor:
-    """Flip the signs of one row."""
     values = decode(q.data, q.spec.format)
     values[row : row + 1] *= -1
     return replace(q, data=encode(values, q.spec.format))
@@ -126,11 +125,8 @@ class _Maker:
             scale = scale * rows[:, None]
         if self.spec.scale != "f32":
             scale = torch.exp2(torch.log2(scale).round())
-        return QTensor(encode(v * self.spec.format.max, self.spec.format), scale / self._unit(), self.spec)
-
-    def _unit(self) -> float:
-        """Return the format's range as a power of two, which keeps values near 1."""
-        return 2.0 ** math.floor(math.log2(self.spec.format.max))
+        unit = 2.0 ** math.floor(math.log2(self.spec.format.max))  # keeps values near 1
+        return QTensor(encode(v * self.spec.format.max, self.spec.format), scale / unit, self.spec)
 
     def flat(self) -> QTensor:
         return self.make(_normal(self.rows, self.k, self.generator), spread=0.25)
@@ -311,7 +307,6 @@ def duplicate_rows(rows: int, generator: torch.Generator, *, device: torch.devic
 
 
 def _repeat(one: QTensor, rows: int) -> QTensor:
-    """Repeat a single row to a whole operand."""
     shape = (rows, one.shape[1])
     data = _bytes(one.data).expand(shape).contiguous().view(one.data.dtype)
     grid = scale_shape(shape, one.spec.block)

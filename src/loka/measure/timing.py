@@ -37,6 +37,7 @@ L2_MULTIPLE = 3
 MAX_SETS = 64
 MAX_CALLS = 512  # per graph: more calls only add capture time
 DEFAULT_REPEATS = 31
+RESAMPLES = 400
 
 Thunk = Callable[[], Any]
 # a competitor that gets its own column: name, one thunk per operand set, its conformance
@@ -95,14 +96,14 @@ class Timing:
         return bootstrap_median([b / s for b, s in zip(baseline.seconds, self.seconds, strict=True)])
 
 
-def bootstrap_median(values: Sequence[float], *, resamples: int = 400, seed: int = 0) -> Interval:
+def bootstrap_median(values: Sequence[float]) -> Interval:
     """Return the median with a 95 % percentile bootstrap interval."""
     if not values or not all(math.isfinite(v) and v > 0 for v in values):
         raise ValueError(f"expected positive finite measurements, got {list(values)[:5]}")
-    source = random.Random(seed)
-    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(resamples))
+    source = random.Random(0)
+    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(RESAMPLES))
     median = statistics.median(values)
-    low, high = medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
+    low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
     return Interval(value=median, low=min(low, median), high=max(high, median))
 
 

@@ -1,13 +1,12 @@
-"""Log loss, normalized entropy, and the relative change against a baseline.
+"""Log loss and normalized entropy.
 
     log loss = mean_i [ -y_i ln p_i - (1 - y_i) ln(1 - p_i) ]            natural logarithm
     NE       = log loss / ( -q ln q - (1 - q) ln(1 - q) ),  q = mean y     1 means "no better than the base rate"
-    relative = 100 (log loss of the candidate / log loss of the baseline - 1), in percent; negative is better
 
 On the same examples the relative change of NE equals the relative change of log loss: the denominator cancels.
 
-Undefined values are NaN: log loss of no examples; NE of no examples or of a single class (the base-rate entropy is 0);
-the relative change when the baseline's loss is 0. `examples`, `positives` and `nonfinite_count` tell why.
+Undefined values are NaN: log loss of no examples; NE of no examples or of a single class (the base-rate entropy is 0).
+`examples`, `positives` and `nonfinite_count` tell why.
 """
 
 import math
@@ -16,11 +15,6 @@ import torch
 from torch import Tensor
 
 from loka.metrics.binary import BinaryMetric, Inputs, Nonfinite, log_losses
-
-
-def relative_change(candidate: float, baseline: float) -> float:
-    """Return 100 (candidate / baseline - 1), in percent; NaN if the baseline is 0 or either is NaN."""
-    return 100.0 * (candidate - baseline) / baseline if baseline else math.nan
 
 
 class LogLoss(BinaryMetric[float]):

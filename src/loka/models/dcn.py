@@ -54,7 +54,6 @@ class DCNv2Config(CoreConfig):
     structure: Literal["stacked", "parallel"] = "stacked"
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         super().__post_init__()
         if self.structure not in ("stacked", "parallel"):
             raise ValueError(f"DCNv2Config.structure is {self.structure!r}; expected 'stacked' or 'parallel'")

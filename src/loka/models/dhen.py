@@ -87,7 +87,6 @@ class DHENConfig(CoreConfig):
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         super().__post_init__()
         unknown = [kind for kind in self.interactions if kind not in _KINDS]
         if unknown or not self.interactions:

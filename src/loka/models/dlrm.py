@@ -28,7 +28,6 @@ class DLRMConfig(CoreConfig):
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         check_positive(self, except_for=("dense_vectors",))
         if self.n < 2:
             raise ValueError(f"DLRMConfig.n is {self.n}; pairwise dots need at least two feature vectors")

@@ -30,7 +30,6 @@ class ELFMConfig(CoreConfig):
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         super().__post_init__()
         if not self.dots or not self.cross:
             raise ValueError(f"ELFMConfig needs a width for both branches, got dots={self.dots} and cross={self.cross}")

@@ -51,7 +51,6 @@ class HSTUConfig:
     style: Style = PLAIN
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         check_positive(self)
         if self.items < 2:
             raise ValueError(f"HSTUConfig.items is {self.items}; item 0 is padding, so at least 2 are needed")

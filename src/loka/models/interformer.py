@@ -51,7 +51,6 @@ class InterFormerConfig(CoreConfig):
     top: tuple[int, ...] = (64, 32)
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         super().__post_init__()
         check_heads(self.d, self.heads)
         if (self.d // self.heads) % 2:

@@ -75,7 +75,6 @@ class OneRecConfig:
     style: Style = LLM_STYLE
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         check_positive(self, except_for=("static", "items"))
         check_heads(self.d, self.heads)
         if self.s_kv not in (1, 2):

@@ -40,7 +40,6 @@ class CoreConfig:
     style: Style = PLAIN
 
     def __post_init__(self) -> None:
-        """Validate the config."""
         check_positive(self)
 
 

@@ -18,7 +18,7 @@ window and as of its latest, and its answers are compared.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ class Span:
     level: float | None
 
 
-def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | None = None) -> DriftReport:
+def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | None) -> DriftReport:
     """Compare the windows of every site; with a judge, also its decisions about the sites that moved."""
     moves: list[Move] = []
     too_short, length = [], 0
@@ -64,7 +64,8 @@ def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | N
         length = max(length, learned.windows.length)
         for role in ROLES:
             moves += compare_spans(watch.name, role, list(spans_of(watch, role)))
-    changes = [] if judge is None else would_change(watches, judge, sites={move.site for move in moves})
+    moved = {move.site for move in moves}
+    changes = [] if judge is None else would_change((watch for watch in watches if watch.name in moved), judge)
     return DriftReport(
         model=model,
         steps=steps,
@@ -77,23 +78,17 @@ def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | N
     )
 
 
-def would_change(watches: list[Watch], judge: Judge, *, sites: set[str] | None = None) -> list[VerdictChange]:
+def would_change(watches: Iterable[Watch], judge: Judge) -> list[VerdictChange]:
     """Return the sites whose decision differs between their first and their latest window."""
     changes = []
     for watch in watches:
-        if (
-            watch.learned is None
-            or len(watch.learned.windows.marks) < 2
-            or (sites is not None and watch.name not in sites)
-        ):
-            continue
         before, after = judge(watch.at("first")), judge(watch.at("latest"))
         if before != after:
             changes.append(VerdictChange(site=watch.name, before=before, after=after))
     return changes
 
 
-def survey_judge(settings: Settings, *, seed: int = 0) -> Judge:
+def survey_judge(settings: Settings, *, seed: int) -> Judge:
     """Make a judge that evaluates a site and returns which of its GEMMs are safe."""
     survey = Survey(settings, seed=seed)
 
@@ -123,9 +118,8 @@ def features_of(looks: Tensor) -> Tensor:
     count, _, m2, _, m4, zeros, _, absmax, _ = (looks[:, COLUMNS.index(name)] for name in COLUMNS)
     size = count.clamp(min=1)
     variance = m2 / size
-    std, peak = variance.sqrt(), absmax
-    kurtosis = (m4 / size) / variance.square()
-    columns = [peak.log2(), std.log2(), (peak / std).log2(), kurtosis.log2()]
+    std, kurtosis = variance.sqrt(), (m4 / size) / variance.square()
+    columns = [absmax.log2(), std.log2(), (absmax / std).log2(), kurtosis.log2()]
     finite = [torch.where(column.isfinite(), column, math.nan) for column in columns]
     return torch.stack([*finite, zeros / size], 1)
 

@@ -5,7 +5,7 @@ with the same two methods can be evaluated: a custom kernel, or a deliberately b
 it.
 
 The gate checks that the engine computes what it claims, at the site's actual shape, because a kernel can be right at
-one shape and wrong at the next (`loka.measure.gate`):
+one shape and wrong at the next (`loka.measure.gate`, which judges each kernel once per call signature):
 
     quantizer   bit-identical to the reference on float32 and bf16 inputs
     GEMM        every element within accumulation error of the reference on the same quantized operands, in 39 calls
@@ -60,28 +60,22 @@ class Engine:
         out: Tensor = self.matmul.run(qa, qb, out_dtype=out_dtype(qa.device), fast_accum=operands.fast_accum)
         return out
 
-
-def out_dtype(device: torch.device) -> torch.dtype:
-    """Return the output dtype of products: bf16 on a GPU, which every backend supports; float32 in emulation."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-class Gate:
-    """Checks engines with `loka.measure.gate`, which judges each kernel once per call signature."""
-
-    def refuse(
-        self, engine: Engine, operands: GemmWay, shape: tuple[int, int, int], device: torch.device
-    ) -> str | None:
-        """Return why a candidate may not run a GEMM of that shape (not supported or wrong), or None if it may."""
+    def refuse(self, operands: GemmWay, shape: tuple[int, int, int], device: torch.device) -> str | None:
+        """Return why it may not run a GEMM of that shape (not supported or wrong), or None if it may."""
         m, k, n = shape
         call = operands.call(m, k, n, out_dtype(device))
-        verdict = engine.matmul.supports(call, device)
+        verdict = self.matmul.supports(call, device)
         if not verdict:
             return verdict.reason
         for rows, spec in ((m, operands.a), (n, operands.b)):
             for dtype in GATE_DTYPES:
-                found = judge_quantizer(engine.quantize, QuantizeCall(rows, k, spec, dtype), device)
+                found = judge_quantizer(self.quantize, QuantizeCall(rows, k, spec, dtype), device)
                 if not found:
                     return f"fails the conformance gate, quantizing {dtype} to {spec}: {found.reason}"
-        found = judge_backend("scaled_mm", engine.matmul, call, device)
+        found = judge_backend("scaled_mm", self.matmul, call, device)
         return None if found else f"fails the conformance gate {found.reason}"
+
+
+def out_dtype(device: torch.device) -> torch.dtype:
+    """Return the output dtype of products: bf16 on a GPU, which every backend supports; float32 in emulation."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -43,7 +43,7 @@ from loka.dispatch import recipe_named
 from loka.formats import QTensor, Spec
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import gemm_shape
-from loka.probe.engine import Engine, Gate
+from loka.probe.engine import Engine
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
 from loka.probe.problem import MAX_WGRAD_ROWS, ROWS_PER_SAMPLE, Chunk, Outputs, Problem, draw_chunks, rows_of
 from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
@@ -101,7 +101,7 @@ class Evaluator:
         self.engines, self.samples = engines, samples
         self.sources, self.judged_on = tuple(sources), tuple(judged_on)
         self._generator = torch.Generator().manual_seed(seed)
-        self._gate = Gate() if gate else None
+        self._gate = gate
         self._limits = dict(limits or {})  # error limits that allow drawing to stop early
         self._normal: dict[tuple[object, ...], DistributionError | str] = {}
 
@@ -115,10 +115,8 @@ class Evaluator:
             for engine in self.engines
         ]
         shape = gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
-        for outcome in outcomes:
-            if self._gate is not None:
-                trial = outcome.trial
-                outcome.refusal = self._gate.refuse(trial.engine, trial.operands, shape, watch.device)
+        for outcome in outcomes if self._gate else ():
+            outcome.refusal = outcome.trial.engine.refuse(outcome.trial.operands, shape, watch.device)
         rows = rows_of(watch, gemm)
         outputs = Outputs.choose(rows, self._generator)
         for source in self.sources:

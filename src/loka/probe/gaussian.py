@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from loka.probe.saving import load_tensors
 from loka.probe.scatter import Factor, Scatter, SketchedScatter, WholeScatter
 
 WIDTH_CAP = 4096
@@ -116,16 +117,14 @@ class Gaussian:
         """Free the cached factor of the covariance. It is recomputed on demand."""
         self._factor = None
 
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"count": self.count, "mean": self.mean, **self.scatter.tensors()}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as tensors."""
-        state = {"count": self.count, "mean": self.mean, **self.scatter.tensors()}
-        return {name: value.detach().cpu().clone() for name, value in state.items()}
+        return {name: value.detach().cpu().clone() for name, value in self._tensors().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state_dict`."""
-        for name, mine in {"count": self.count, "mean": self.mean, **self.scatter.tensors()}.items():
-            if name not in state or state[name].shape != mine.shape:
-                seen = tuple(state[name].shape) if name in state else "missing"
-                raise ValueError(f"Gaussian: {name} is {seen}, expected {tuple(mine.shape)}")
-            mine.copy_(state[name])
+        load_tensors("Gaussian", self._tensors(), state)
         self._factor = None

@@ -28,11 +28,14 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
     """Make the forward hook of a site. It reads only constants besides the switch, so there are only two graphs."""
     adapter, sharded = watch.adapter, watch.sharded
 
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def read(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, right = adapter.operands(module, args, kwargs)
-        if adapter.kind == "lookup":
-            x = output
         weight = adapter.weight(module) if sharded and adapter.weight is not None else None
+        return output if adapter.kind == "lookup" else x, right, weight
+
+    def look(x: Tensor, right: Tensor | None, weight: Tensor | None, output: Tensor) -> None:
         number = watch.see_forward(
             x, right, x.requires_grad, compute_dtype(x), weight=weight, graded=torch.is_grad_enabled(), call=loss.calls
         )
@@ -47,14 +50,11 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
             return None
         if not torch.compiler.is_compiling():
             try:
-                look(module, args, kwargs, output)
+                look(*read(module, args, kwargs, output), output)
             except Exception as error:  # an observer must not raise into a training loop
                 watch.switch_off("looking at a call", error)
             return None
-        x, right = adapter.operands(module, args, kwargs)
-        if adapter.kind == "lookup":
-            x = output
-        weight = adapter.weight(module) if sharded and adapter.weight is not None else None
+        x, right, weight = read(module, args, kwargs, output)
         graded = torch.is_grad_enabled()
         with torch.no_grad():  # not detach(), which would hide from the compiler that the GEMM does the same cast of x
             ticket = probe_see(

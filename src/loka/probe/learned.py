@@ -1,4 +1,15 @@
-"""All data of one site: statistics, learned distributions and kept rows of x, dy and W; saved, merged and sampled."""
+"""All data of one site: statistics, learned distributions and kept rows of x, dy and W; saved, merged and sampled.
+
+Operands for an evaluation are drawn from one of four sources:
+
+    rows        kept rows of x and dy, of the same examples; the actual W          the control
+    gaussian    mu + L z;  M + L_U Z L_V^T                                         what the published method uses
+    copula      the same dependence with the empirical marginals                   keeps tails, zeros, outlier channels
+    normal      N(0, 1)                                                            what kernel benchmarks usually use
+
+Only real rows keep x and dy of the same example together. The other sources draw them independently, so their weight
+gradient dy^T x is noise around the product of the means, as the weight gradient of a trained model nearly is.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +19,13 @@ from torch import Tensor
 
 from loka.probe.gaussian import Gaussian
 from loka.probe.ledger import Share
-from loka.probe.marginals import match_ranks
+from loka.probe.marginals import Marginals, match_ranks
 from loka.probe.matrix_normal import MatrixNormal
 from loka.probe.reservoir import Reservoir
-from loka.probe.source import Source, check_source, draw_modelled, pick_rows, rows_of
+from loka.probe.saving import select_prefix
 from loka.probe.statistics import Statistics
 from loka.probe.window import Windows
-from loka.records import Role, TensorStats
+from loka.records import SOURCES, Role, Source, TensorStats
 
 MAX_EXAMPLES = 8  # second operands kept if they are activations; experts added per snapshot
 
@@ -136,24 +147,45 @@ class Learned:
     @torch.no_grad()
     def draw(self, role: Role, source: Source, count: int, generator: torch.Generator, weight: Tensor | None) -> Tensor:
         """Draw rows of x or dy, or one weight. See `Watch.draw`."""
-        check_source(source)
+        _check_source(source)
         if role == "w":
             return self._draw_weight(source, generator, weight)
-        kept = rows_of(self.reservoir, role, self.name)
+        kept = self._kept_rows(role)
         if source == "rows":
-            return kept[pick_rows(self.reservoir, count, generator, self.name)].float()
+            return kept[self._pick_rows(count, generator)].float()
+        if source == "normal":
+            return torch.randn(count, kept.shape[1], generator=generator, device=generator.device).to(kept.device)
         self._require_distribution(source)
-        return draw_modelled(source, self.gaussians.get(role), kept, count, generator)
+        gaussian = self.gaussians[role]
+        if source == "gaussian":
+            return gaussian.sample(count, generator)
+        normals, deviation = gaussian.normals(count, generator), gaussian.deviation()
+        return Marginals(kept).apply(normals / torch.where(deviation > 0, deviation, 1.0))
 
     @torch.no_grad()
     def draw_pair(self, source: Source, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw x and dy; with source "rows" they belong to the same examples."""
-        check_source(source)
-        x, dy = rows_of(self.reservoir, "x", self.name), rows_of(self.reservoir, "dy", self.name)
+        _check_source(source)
+        x, dy = self._kept_rows("x"), self._kept_rows("dy")
         if source != "rows":
             return self.draw("x", source, count, generator, None), self.draw("dy", source, count, generator, None)
-        chosen = pick_rows(self.reservoir, count, generator, self.name)
+        chosen = self._pick_rows(count, generator)
         return x[chosen].float(), dy[chosen].float()
+
+    def _kept_rows(self, role: Role) -> Tensor:
+        rows = self.reservoir.x if role == "x" else self.reservoir.dy
+        if rows is None:
+            raise ValueError(f"{self.name}: no gradient was seen, so there is no dy to draw")
+        return rows
+
+    def _pick_rows(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw indices of `count` kept rows, without replacement if there are enough."""
+        kept = self.reservoir.kept
+        if kept == 0:
+            raise ValueError(f"{self.name}: no row was kept, so there is none to draw")
+        many = count > kept
+        draw = torch.randint(kept, (count,), generator=generator) if many else torch.randperm(kept, generator=generator)
+        return draw[:count].to(self.device)
 
     def _draw_weight(self, source: Source, generator: torch.Generator, weight: Tensor | None) -> Tensor:
         """Return the actual matrix (of a random expert or example), or draw one like it."""
@@ -196,7 +228,7 @@ class Learned:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state_dict`."""
         for name, part in self._parts().items():
-            mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+            mine = select_prefix(state, f"{name}.")
             if not mine:
                 raise ValueError(f"{self.name}: the state has no {name}; was it saved under another memory_budget?")
             part.load_state_dict(mine)
@@ -217,3 +249,8 @@ class Learned:
         self.windows.merge(other.windows, roles, generator)
         for example in other._examples:
             self._keep_example(example.to(self.device))
+
+
+def _check_source(source: str) -> None:
+    if source not in SOURCES:
+        raise ValueError(f"source={source!r}: expected one of {', '.join(SOURCES)}")

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from loka.probe.saving import load_tensors
 from loka.probe.scatter import BLOCK, cholesky, shrink
 
 SIDE_CAP = 2048
@@ -199,11 +200,6 @@ class MatrixNormal:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state_dict`."""
-        for name, mine in self._tensors().items():
-            if name not in state or state[name].shape != mine.shape:
-                seen = tuple(state[name].shape) if name in state else "missing"
-                raise ValueError(f"matrix normal: {name} is {seen}, expected {tuple(mine.shape)}")
-            mine.copy_(state[name])
-        self.u.scale(1.0)
-        self.v.scale(1.0)
+        load_tensors("matrix normal", self._tensors(), state)
+        self.release()
         self.snapshots = int(state["snapshots"])

@@ -131,7 +131,6 @@ def gather(parts: Sequence[Tensor]) -> Losses:
 
 
 def _count_distinct(values: Tensor) -> int:
-    """Count the distinct values."""
     return len(torch.unique(values))
 
 

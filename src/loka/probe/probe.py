@@ -30,7 +30,7 @@ from loka.probe.observer import Observer
 from loka.probe.progress import telling
 from loka.probe.report import Report
 from loka.probe.survey import DEFAULT_RECIPES, MAX_ERROR, MAX_GRADIENT_ERROR, Settings, Survey
-from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site
+from loka.records import DriftReport, FormatRange, ProbeReport, Site
 
 
 class Probe(Observer):
@@ -134,7 +134,7 @@ class Probe(Observer):
             sampled_steps=self.sampled_steps,
             max_mere=max_error,
             max_gradient_error=max_gradient_error,
-            flops_of=self._flops_of,
+            flops_of="sites" if self._flops is None else "model",
             rows=self.rows,
             formats=_describe_formats(sites),
             sites=sites,
@@ -150,10 +150,6 @@ class Probe(Observer):
             environment=environment_of(self.model, command),
         )
         return Report(record)
-
-    @property
-    def _flops_of(self) -> FlopsOf:
-        return "sites" if self._flops is None else "model"
 
     def _flops_by_site(self) -> dict[str, float]:
         return {

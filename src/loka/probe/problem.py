@@ -4,14 +4,8 @@
     dgrad   dx = dy W        a = dy    b = W^T
     wgrad   dW = dy^T x      a = dy^T  b = x^T       the rows of the batch are the contracted axis
 
-Sources of operands:
-
-    rows       real rows kept by the site, with its actual weight: the control for everything that is modeled
-    copula     rows with the learned correlation and empirical marginals (heavy tails survive), with the actual weight
-    gaussian   rows of N(mu, Sigma) and a weight of the learned matrix normal: what the published method draws
-    normal     N(0, 1) for both, on which kernels are usually tested: for comparison only
-
-References are float64 products, so they do not depend on whether the process allows TF32.
+`loka.probe.learned` describes the sources; the copula is multiplied by the actual weight. References are float64
+products, so they do not depend on whether the process allows TF32.
 """
 
 from collections.abc import Iterator

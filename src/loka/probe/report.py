@@ -171,11 +171,8 @@ class Report:
             )
         lines += self._describe_gaps()
         if record.combined_change is not None:
-            change = record.combined_change
-            lines.append(
-                f"all {len(record.combined_sites)} safe sites together: {change.value:+.4%} "
-                f"[{change.low:+.4%}, {change.high:+.4%}] of {record.sensitivity}"
-            )
+            together = f"all {len(record.combined_sites)} safe sites together"
+            lines.append(f"{together}: {record.combined_change:+.4%} of {record.sensitivity}")
         return lines
 
     def _describe_gaps(self) -> list[str]:

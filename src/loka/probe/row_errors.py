@@ -21,11 +21,6 @@ class RowErrors:
     saturated: Tensor  # share of the row of operand a that saturates
     underflowed: Tensor  # ... and that underflows to zero
 
-    def __getitem__(self, index: Tensor | slice) -> "RowErrors":
-        return RowErrors(
-            self.mere[index], self.error[index], self.size[index], self.saturated[index], self.underflowed[index]
-        )
-
 
 def compare_rows(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (guarded MERE, squared error, squared reference) of every row.

@@ -43,6 +43,20 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
         save_file(state, temporary, metadata={"format": FORMAT})
 
 
+def load_tensors(what: str, mine: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy tensors of a state into those of the same names, which must have the same shapes."""
+    for name, tensor in mine.items():
+        if name not in state or state[name].shape != tensor.shape:
+            seen = tuple(state[name].shape) if name in state else "missing"
+            raise ValueError(f"{what}: {name} is {seen}, expected {tuple(tensor.shape)}")
+        tensor.copy_(state[name])
+
+
+def select_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the part of a state whose names begin with a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Read a saved state. Raises ValueError if the file is not one."""
     try:

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from loka.probe.saving import load_tensors
 from loka.records import Role, TensorStats
 
 OUTLIER_FACTOR = 8.0  # a channel is an outlier when its absmax exceeds this many times the median channel's
@@ -128,42 +129,33 @@ class Statistics:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state_dict`."""
-        for name in ("channel_absmax", "raw_bins"):
-            mine: Tensor = getattr(self, name)
-            if mine.shape != state[name].shape:
-                raise ValueError(f"statistics: {name} is {tuple(state[name].shape)}, expected {tuple(mine.shape)}")
-            setattr(self, name, state[name].to(mine.device, copy=True))
+        load_tensors("statistics", {"channel_absmax": self.channel_absmax, "raw_bins": self.raw_bins}, state)
         self._pending, self._settled, self._merged = [], [state["looks"].clone()], state["merged"].clone()
 
     def finish(self, role: Role) -> TensorStats | None:
         """Return the record; None if nothing was observed."""
-        return describe(role, self.moments, self._merged[5:], self.bins, self.channel_absmax.cpu())
-
-
-def describe(role: Role, moments: Tensor, rest: Tensor, bins: Tensor, channel_absmax: Tensor) -> TensorStats | None:
-    """Make a record from the moments, `rest` = (zeros, non-finite, absmax), the bins and each channel's absmax."""
-    count, mean, m2, _, m4 = moments.tolist()
-    zeros, non_finite, absmax = rest.tolist()
-    if count + non_finite == 0:
-        return None
-    octaves = bins.reshape(OCTAVES, FINE).sum(1)
-    used = octaves.nonzero().reshape(-1)
-    first, last = (int(used[0]), int(used[-1])) if used.numel() else (0, -1)
-    return TensorStats(
-        role=role,
-        elements=int(count + non_finite),
-        non_finite=int(non_finite),
-        mean=mean,
-        std=(m2 / count) ** 0.5 if count else 0.0,
-        absmax=absmax,
-        abs_p99=quantile(bins, int(zeros), 0.99),
-        abs_p999=quantile(bins, int(zeros), 0.999),
-        kurtosis=count * m4 / m2**2 - 3 if m2 > 0 else 0.0,
-        zero_fraction=zeros / count if count else 0.0,
-        outlier_channels=count_outliers(channel_absmax),
-        histogram_first=first + LOWEST if used.numel() else 0,
-        histogram=octaves[first : last + 1].tolist(),
-    )
+        bins = self.bins
+        count, mean, m2, _, m4, zeros, non_finite, absmax = self._merged.tolist()
+        if count + non_finite == 0:
+            return None
+        octaves = bins.reshape(OCTAVES, FINE).sum(1)
+        used = octaves.nonzero().reshape(-1)
+        first, last = (int(used[0]), int(used[-1])) if used.numel() else (0, -1)
+        return TensorStats(
+            role=role,
+            elements=int(count + non_finite),
+            non_finite=int(non_finite),
+            mean=mean,
+            std=(m2 / count) ** 0.5 if count else 0.0,
+            absmax=absmax,
+            abs_p99=quantile(bins, int(zeros), 0.99),
+            abs_p999=quantile(bins, int(zeros), 0.999),
+            kurtosis=count * m4 / m2**2 - 3 if m2 > 0 else 0.0,
+            zero_fraction=zeros / count if count else 0.0,
+            outlier_channels=count_outliers(self.channel_absmax.cpu()),
+            histogram_first=first + LOWEST if used.numel() else 0,
+            histogram=octaves[first : last + 1].tolist(),
+        )
 
 
 def _count_bins(bits: Tensor) -> Tensor:

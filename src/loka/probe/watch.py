@@ -40,12 +40,12 @@ from loka.probe.look import Look
 from loka.probe.own import OwnTally
 from loka.probe.reservoir import Reservoir
 from loka.probe.rows import choose_clusters, choose_rows, take_example, take_rows
+from loka.probe.saving import select_prefix
 from loka.probe.score import SCORED
 from loka.probe.seeing import NO_TICKET, enroll, inside_backward
-from loka.probe.source import Source
 from loka.probe.tally import Tally
 from loka.probe.weights import is_sharded, read_weight, shape_of_weight, why_kept
-from loka.records import GEMMS, Gemm, Role, TensorStats
+from loka.records import GEMMS, Gemm, Role, Source, TensorStats
 from loka.records.prose import spell_error
 
 WEIGHT_EVERY = 10
@@ -353,16 +353,10 @@ class Watch:
                 continue
             self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
             if due:
-                self._score_safely(look, step, loss_of)
+                self._score(look, step, loss_of)
                 self._measure_own(look, step, loss_of)
             self.tally.remember(look.largest)
         return True
-
-    def _score_safely(self, look: Look, step: int, loss_of: LossOf | None) -> None:
-        try:
-            self._score(look, step, loss_of)
-        except Exception as error:  # the site's other data remains valid
-            self.unscored = f"scoring failed: {spell_error(error)}"
 
     def _measure_own(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """Measure the error of a link of a chain in this call, as it actually ran."""
@@ -376,18 +370,17 @@ class Watch:
 
     def _score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """Score what every recipe would have done to the loss in this call."""
-        weight = look.weight
-        if weight is None:
-            self.unscored = f"sites of the kind {self.adapter.kind!r} have no score"
-            return
-        if look.dy is None:
-            self.unscored = "no gradient was seen"
-            return
-        loss = None if loss_of is None else loss_of(look.call)
-        if loss is None:
-            self.unscored = UNKNOWN_LOSS
-            return
-        self.tally.see(look.show(weight, loss, self.tally.largest), step)
+        try:
+            if look.weight is None:
+                self.unscored = f"sites of the kind {self.adapter.kind!r} have no score"
+            elif look.dy is None:
+                self.unscored = "no gradient was seen"
+            elif loss_of is None or (loss := loss_of(look.call)) is None:
+                self.unscored = UNKNOWN_LOSS
+            else:
+                self.tally.see(look.show(look.weight, loss, self.tally.largest), step)
+        except Exception as error:  # the site's other data remains valid
+            self.unscored = f"scoring failed: {spell_error(error)}"
 
     def _sample_weight(self, weight: Tensor) -> Tensor:
         """Return the whole weight of a GEMM, or some rows of an embedding table, which may be huge."""
@@ -417,7 +410,7 @@ class Watch:
         return "nothing seen" if self.learned is None else self.learned.kind
 
     def draw(self, role: Role, source: Source, count: int, generator: torch.Generator) -> Tensor:
-        """Draw `count` rows of x [count, K] or dy [count, N], or a weight [N, K]; float32. See `loka.probe.source`."""
+        """Draw `count` rows of x [count, K] or dy [count, N], or a weight [N, K]; float32. See `loka.probe.learned`."""
         return self._require_learned().draw(role, source, count, generator, self.weight)
 
     def draw_pair(self, source: Source, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -459,8 +452,8 @@ class Watch:
         self.needs_dgrad, self.forward_only = bool(dgrad), bool(state.get("forward_only", False))
         if "whole" in state:
             self._whole = state["whole"].to(self.device, copy=True)
-        self.tally.load_state_dict(_select_prefix(state, "score."), self.device)
-        if own := _select_prefix(state, "own."):
+        self.tally.load_state_dict(select_prefix(state, "score."), self.device)
+        if own := select_prefix(state, "own."):
             self.own.load_state_dict(own)
         if (k, n) == (0, 0):
             return
@@ -487,19 +480,15 @@ class Watch:
             other.load_state_dict(state)
             mine.merge(other, self._generator(self.calls + calls))
         theirs = Tally(self.tally.recipes)
-        theirs.load_state_dict(_select_prefix(state, "score."), self.device)
+        theirs.load_state_dict(select_prefix(state, "score."), self.device)
         self.tally.merge(theirs)
-        if own := _select_prefix(state, "own."):
+        if own := select_prefix(state, "own."):
             chained = OwnTally()
             chained.load_state_dict(own)
             self.own.merge(chained)
         self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen
         self.largest, self.steps = max(self.largest, largest), max(self.steps, steps)
         self.needs_dgrad |= bool(dgrad)
-
-
-def _select_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
 def _weigh_calls(looks: Iterable[Look]) -> None:

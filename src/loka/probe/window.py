@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loka.probe.reservoir import Reservoir
+from loka.probe.saving import select_prefix
 from loka.probe.statistics import Statistics
 from loka.records import Role
 
@@ -97,7 +98,7 @@ class Windows:
             self.marks.append(Mark(mark[0], counts, dict(zip(ROLES, kept.unbind(), strict=True))))
         for name in ("first", "latest", "current"):
             part = self._make_reservoir()
-            part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+            part.load_state_dict(select_prefix(state, f"{name}."))
             setattr(self, "_current" if name == "current" else name, part)
 
     def merge(self, other: "Windows", roles: tuple[Role, ...], generator: torch.Generator) -> None:

@@ -47,6 +47,16 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def is_wide(name: str, tensor: Tensor) -> bool:
+    """Return True for a float that a checkpoint stores in its 16-bit dtype: not FP8, and no scale."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith("weight_scale")
+
+
+def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as it is written to a file: a copy on the CPU, in `dtype` if it is wide."""
+    return (tensor.to(dtype) if is_wide(name, tensor) else tensor).detach().cpu().contiguous().clone()
+
+
 def take_weights(tensors: dict[str, Tensor], units: Sequence[UnitPlan], dtype: torch.dtype) -> dict[str, QTensor]:
     """Return the FP8 weights of chains from a file's tensors, and replace them there by their values in `dtype`."""
     taken = {}

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,7 +29,7 @@ from loka.lowp.chain import chains_of
 from loka.models.registry import FAMILIES
 from loka.nn.wrapping import named_sites
 from loka.placing.linears import candidates
-from loka.ptq.chains import restore_chains, take_weights, tensors_of
+from loka.ptq.chains import narrowed, restore_chains, take_weights, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module
 from loka.ptq.quantizing import Summary
 from loka.records import Quantized, from_json, replacing, to_json
@@ -55,10 +56,12 @@ def save(
         >>> loka.ptq.save(model, loka.quantize(model, "rowwise"), "model.safetensors")
     """
     refuse_unpacked(model, summary)
-    header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": _family_of(model),
+    family = next((name for name, known in FAMILIES.items() if type(model) is known.model), None)
+    header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": family,
               "config": _plain(getattr(model, "config", None)), "record": to_json(summary.record).decode()}  # fmt: skip
     with replacing(Path(path)) as temporary:
-        save_file(_narrow(model, dtype), temporary, metadata={"loka": json.dumps(header)})
+        tensors = {name: narrowed(name, tensor, dtype) for name, tensor in tensors_of(model).items()}
+        save_file(tensors, temporary, metadata={"loka": json.dumps(header)})
 
 
 def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) -> None:
@@ -77,15 +80,6 @@ def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) 
     if unpacked:
         what = "with fixed scales" if chains else "in a chain or with fixed scales"
         raise ValueError(f"{', '.join(sorted(unpacked)[:5])}: runs {what}, which this file cannot hold; hint: keep the plan (plan.save) and the 16-bit weights, and convert where they are loaded")  # fmt: skip
-
-
-def _narrow(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors with floats wider than one byte cast to `dtype`; scales stay in float32."""
-    out = {}
-    for name, tensor in tensors_of(model).items():
-        wide = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith("weight_scale")
-        out[name] = (tensor.to(dtype) if wide else tensor).detach().cpu().contiguous().clone()
-    return out
 
 
 def load_quantized(
@@ -195,10 +189,6 @@ def _can_reset(module: nn.Module) -> bool:
     return not module._parameters and not kept and callable(getattr(module, "reset_parameters", None))
 
 
-def _family_of(model: nn.Module) -> str | None:
-    return next((name for name, family in FAMILIES.items() if type(model) is family.model), None)
-
-
 def _plain(config: Any) -> Any:
     return dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else None
 
@@ -208,7 +198,7 @@ def _build(path: str | os.PathLike[str], header: dict[str, Any]) -> nn.Module:
     if family not in FAMILIES or not isinstance(config, dict):
         raise ValueError(f"{path}: not a model of this library; hint: pass build=, a factory that makes the model")
     with torch.device("meta"):
-        return FAMILIES[family].model(_restore(FAMILIES[family].config, config))
+        return FAMILIES[family].model(msgspec.convert(config, FAMILIES[family].config))
 
 
 def _build_own(build: Callable[[], nn.Module]) -> nn.Module:
@@ -221,23 +211,6 @@ def _build_own(build: Callable[[], nn.Module]) -> nn.Module:
         if not any(module._non_persistent_buffers_set for module in model.modules()):
             return model
     return build()
-
-
-def _restore(kind: type, values: dict[str, Any]) -> Any:
-    """Restore a config dataclass from JSON: lists become tuples, nested dictionaries the annotated dataclass."""
-    from typing import get_args, get_type_hints
-
-    hints = get_type_hints(kind)
-    made: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        value = values[field.name]
-        nested = next(
-            (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)), None
-        )
-        if isinstance(value, dict) and isinstance(nested, type):
-            value = _restore(nested, value)
-        made[field.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**made)
 
 
 def _read_header(path: str | os.PathLike[str], metadata: dict[str, str] | None) -> dict[str, Any]:

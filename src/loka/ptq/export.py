@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from loka.formats import E4M3, ROW, Block
 from loka.kernels.scaled_mm import GemmWay
+from loka.ptq.chains import narrowed
 from loka.ptq.checkpoint import refuse_unpacked
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear
 from loka.ptq.quantizing import Summary
@@ -107,9 +108,8 @@ def export_compressed_tensors(
         site, _, kind = name.rpartition(".")
         if site in experts:
             tensors |= {f"{site}.{e}.{kind}": part.cpu().clone() for e, part in enumerate(tensor.unbind(0))}
-            continue
-        wide = tensor.is_floating_point() and tensor.element_size() > 1 and kind != "weight_scale"
-        tensors[name] = (tensor.to(dtype) if wide else tensor).detach().cpu().contiguous().clone()
+        else:
+            tensors[name] = narrowed(name, tensor, dtype)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     body = {"architectures": [summary.record.model], "torch_dtype": str(dtype).removeprefix("torch.")}
     (target / "config.json").write_text(json.dumps(body | {"quantization_config": config}, indent=1) + "\n")

@@ -41,7 +41,7 @@ from loka.nn.wrapping import named_sites, unwrap
 from loka.placing import calibrating, convert, freeze_model, revert
 from loka.placing.linears import candidates, spoken_for
 from loka.probe.swapping import Switchable, swap
-from loka.ptq.chains import describe_chains, tensors_of
+from loka.ptq.chains import describe_chains, is_wide, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
 from loka.units.example import call_model
@@ -449,9 +449,7 @@ def size_in_bytes(model: nn.Module, wide: int | None = None) -> int:
         >>> size_in_bytes(model, wide=2)  # as a 16-bit checkpoint
         8388608
     """
-    total = 0
-    for name, tensor in tensors_of(model).items():
-        size = tensor.element_size()
-        narrow = tensor.is_floating_point() and size > 1 and not name.endswith("weight_scale")
-        total += tensor.numel() * (wide if wide is not None and narrow else size)
-    return total
+    return sum(
+        tensor.numel() * (wide if wide is not None and is_wide(name, tensor) else tensor.element_size())
+        for name, tensor in tensors_of(model).items()
+    )

@@ -3,14 +3,14 @@
 Separate from the plan, since a plan may be applied on another machine.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from loka.records.measurement import Environment, Interval
 from loka.records.probe import FlopsOf
 from loka.records.record import Part, Record
-from loka.records.unit import UnitPlan, upgrade_units
+from loka.records.unit import UnitPlan
 
 
 class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
@@ -43,11 +43,6 @@ class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
     flops_of: FlopsOf | None = None
     notes: list[str] = msgspec.field(default_factory=list)
     plan: str | None = None
-
-    @classmethod
-    def upgrade(cls, document: dict[str, Any]) -> None:
-        """See `Record.upgrade`."""
-        upgrade_units(document.get("units"))
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.kept)

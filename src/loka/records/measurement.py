@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -111,18 +111,10 @@ def installed_version(distribution: str) -> str | None:
 def _find_commit() -> str | None:
     """Return the commit of the checkout this package is imported from; "+" marks uncommitted changes."""
     here = Path(__file__).resolve().parent.parent
+    git = partial(subprocess.run, cwd=here, capture_output=True, text=True, timeout=10, check=True)
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", "."],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
+        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        changed = git(["git", "status", "--porcelain", "--", "."]).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{commit}+" if changed else commit

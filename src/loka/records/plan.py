@@ -16,7 +16,7 @@ from loka.records import prose
 from loka.records.measurement import Environment
 from loka.records.probe import FlopsOf, Gemm
 from loka.records.record import Part, Record, load, save
-from loka.records.unit import CollectivePlan, TablePlan, UnitPlan, upgrade_units
+from loka.records.unit import CollectivePlan, TablePlan, UnitPlan
 
 
 class Choice(Part, frozen=True):
@@ -114,11 +114,6 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
             )
         msgspec.structs.force_setattr(self, "seal", _Computed(sha256=digest))
         self._check_units()
-
-    @classmethod
-    def upgrade(cls, document: dict[str, Any]) -> None:
-        """See `Record.upgrade`. The seal is kept and still checked."""
-        upgrade_units(document.get("units"))
 
     def _check_units(self) -> None:
         """Raise ValueError if a linear, a table or a collective is decided twice."""
@@ -236,7 +231,7 @@ def digest_of(plan: Plan) -> str:
     Fields that are None, False or empty are left out, so adding a field with such a default does not change digests.
     """
     content = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "seal"}
-    content["schema"] = 1  # constant, so that seals of older files stay valid
+    content["schema"] = 1  # constant, so that a new schema alone does not change seals
     text = json.dumps(_prune(msgspec.to_builtins(content)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 

@@ -5,10 +5,10 @@ Every record kind is a frozen struct with a `kind` tag and a schema version, so 
     {"kind": "plan", "schema": 2, ...}
 
 Reading is strict. A wrong type, an unknown, missing or duplicate field, another kind, a newer schema, a truncated or
-damaged file: each raises RecordError naming the file and the field. A file of an older schema is converted if its kind
-supports it (`upgrade`), otherwise rejected with a hint. Writing is atomic (temporary file, fsync, rename): a crash
-leaves the old file. What could not be read back is rejected before anything is written. JSON has no NaN or infinity, so
-numbers must be finite; None stands for what was not measured.
+damaged file: each raises RecordError naming the file and the field. A file of an older schema is rejected, too: it is
+made again. Writing is atomic (temporary file, fsync, rename): a crash leaves the old file. What could not be read back
+is rejected before anything is written. JSON has no NaN or infinity, so numbers must be finite; None stands for what was
+not measured.
 
 Decoding uses msgspec rather than the standard library: it validates types while parsing, and its errors carry the path
 of the field.
@@ -43,16 +43,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def __post_init__(self) -> None:
         if self.schema != self.SCHEMA:
             raise ValueError(f"schema {self.schema} of {type(self).__name__} is not {self.SCHEMA}")
-
-    @classmethod
-    def upgrade(cls, document: dict[str, Any]) -> None:
-        """Convert a document of an older schema in place. A kind that cannot raises ValueError saying what to do
-        instead.
-
-        Args:
-            document: this record as decoded from JSON.
-        """
-        raise ValueError("make it again")
 
 
 R = TypeVar("R", bound=Record)
@@ -107,9 +97,6 @@ def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
         _refuse_duplicates(data, source)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(f"{source}: not valid JSON ({error}); the file is truncated or damaged") from error
-    if isinstance(header, dict) and header.get("kind") == kind.__struct_config__.tag:
-        known: list[type[Record]] = [*_iter_kinds(), kind]
-        _upgrade(header, {each.__struct_config__.tag: each for each in known}, source)
     _check_header(header, kind, source)
     try:
         return msgspec.convert(header, kind)
@@ -137,38 +124,9 @@ def _check_header(header: Any, kind: type[Record], source: str) -> None:
         raise RecordError(f"{source}: field `kind` is {header.get('kind')!r}, expected {expected!r}")
     schema = header.get("schema")
     if schema != kind.SCHEMA or isinstance(schema, bool):
-        raise RecordError(f"{_describe_schema_mismatch(kind, schema, source)}; make it again")
-
-
-def _iter_kinds(kind: type[Record] = Record) -> Iterator[type[Record]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _iter_kinds(each)
-
-
-def _describe_schema_mismatch(kind: type[Record], schema: Any, where: str) -> str:
-    return f"{where}: field `schema` is {schema!r}, this loka reads {kind.SCHEMA}"
-
-
-def _upgrade(value: Any, kinds: dict[Any, type[Record]], where: str) -> None:
-    """Convert a document and the records inside it to the current schemas, in place."""
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            _upgrade(item, kinds, f"{where}[{index}]")
-    if not isinstance(value, dict):
-        return
-    name, schema = value.get("kind"), value.get("schema")
-    kind = kinds.get(name) if isinstance(name, str) else None
-    if kind is not None and type(schema) is int and schema != kind.SCHEMA:
-        if schema > kind.SCHEMA:
-            raise RecordError(f"{_describe_schema_mismatch(kind, schema, where)}; written by a newer loka; upgrade")
-        try:
-            kind.upgrade(value)
-        except ValueError as error:
-            raise RecordError(f"{_describe_schema_mismatch(kind, schema, where)}; {error}") from error
-        value["schema"] = kind.SCHEMA
-    for key, item in value.items():
-        _upgrade(item, kinds, f"{where}.{key}")
+        newer = type(schema) is int and schema > kind.SCHEMA
+        hint = "written by a newer loka; upgrade" if newer else "make it again"
+        raise RecordError(f"{source}: field `schema` is {schema!r}, this loka reads {kind.SCHEMA}; {hint}")
 
 
 def _describe(error: msgspec.ValidationError) -> str:

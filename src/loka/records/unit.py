@@ -4,7 +4,7 @@ A single linear is a `SitePlan`, a chain of several modules a `UnitPlan`, an emb
 communication between ranks a `CollectivePlan`.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -134,22 +134,6 @@ class UnitPlan(Part, frozen=True):
     def linears(self) -> list[str]:
         """The names of its linears, first to last."""
         return [link.linear for link in self.links]
-
-
-def upgrade_units(units: Any) -> None:
-    """Convert units of schema 1 to schema 2, in place: a link's `functions` (activations called as functions) became
-    `callers`. Raises ValueError for a link that has `functions`: schema 1 does not say which modules call them.
-    """
-    listed = [unit.get("links") for unit in (units if isinstance(units, list) else []) if isinstance(unit, dict)]
-    links = [link for part in listed if isinstance(part, list) for link in part if isinstance(link, dict)]
-    lost = [f"{link.get('linear')} ({link['functions']})" for link in links if link.get("functions")]
-    if lost:
-        raise ValueError(
-            f"it does not say which modules call the activations of {'; '.join(lost)}; hint: make it again, with loka.tune(...) or "
-            "Probe(model)...evaluate().plan(); a saved probe report is still read: `loka plan REPORT --out PLAN`"
-        )
-    for link in links:
-        link.pop("functions", None)
 
 
 class TablePlan(Part, frozen=True):

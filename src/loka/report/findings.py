@@ -1,7 +1,7 @@
 """Probe findings besides errors: predicted cost and chain of each linear, hazards, and what was not observed."""
 
 from loka.records import Interval, ProbeReport, Site
-from loka.report.markup import about, chip, escape, table
+from loka.report.markup import about, chip, escape, mono, table
 
 ROWS = 200  # shown in the table of costs
 _WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # in order of preference: in its chain, then the finest recipe
@@ -57,10 +57,7 @@ def _write_warnings(probe: ProbeReport) -> str:
     entries += [("", "note", note) for note in probe.notes]
     if not entries:
         return ""
-    rows = [
-        [f'<span class="mono">{escape(name)}</span>', chip(what, "bad" if what == "hazard" else ""), escape(text)]
-        for name, what, text in entries
-    ]
+    rows = [[mono(name), chip(what, "bad" if what == "hazard" else ""), escape(text)] for name, what, text in entries]
     return "<h3>What to know before trusting this</h3>" + table(
         ("site", "what", "why"), rows, caption="Hazards, and what was left out"
     )

@@ -1,7 +1,7 @@
 """Generative recommenders: the quantized model, the paired test, the overlap of lists, and distributions of layers."""
 
 from loka.records import Analysis, PairedTest, Quantized
-from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, span_of, table
+from loka.report.markup import about, capitalise, chart, chip, escape, mono, notice, percent, span_of, table
 from loka.report.quality import GOOD
 from loka.report.results import Results
 
@@ -22,10 +22,10 @@ def _write_quantized(done: Quantized, number: int) -> str:
         metric = f" {escape(capitalise(done.metric))} changes by {span_of(done.change)}{bound}."
     rows = [
         [
-            f'<span class="mono">{escape(site.name)}</span>',
+            mono(site.name),
             escape(site.type),
             " × ".join(map(str, site.shape)),
-            f'<span class="mono">{escape(site.weight or "16-bit")}</span>',
+            mono(site.weight or "16-bit"),
             escape(site.reason),
             "–" if site.weight_error is None else f"{site.weight_error:.4f}",
         ]

@@ -1,7 +1,7 @@
 """Kernels: times compared with bf16 and the roofline, and rows of the performance database."""
 
 from loka.records.performance import KernelBench, KernelRow, PerformanceRows
-from loka.report.markup import about, capitalise, chart, chip, escape, table, times
+from loka.report.markup import about, capitalise, chart, chip, escape, mono, table, times
 from loka.report.results import Results
 
 SHOWN = 60  # rows of a benchmark
@@ -10,7 +10,7 @@ SHOWN = 60  # rows of a benchmark
 def write_kernels(results: Results) -> str:
     """Return the benchmarks with their rooflines, then the database rows by size."""
     text = "".join(_write_bench(bench, number) for number, bench in enumerate(results.benches))
-    return text + "".join(_write_rows(rows, number) for number, rows in enumerate(results.rows) if _has_linears(rows))
+    return text + "".join(_write_rows(rows, number) for number, rows in enumerate(results.rows))
 
 
 def _write_bench(bench: KernelBench, number: int) -> str:
@@ -53,7 +53,7 @@ def _bench_row(r: KernelRow) -> list[str]:
     time = r.microseconds.value if r.microseconds else None
     why = r.refusal or ""
     return [
-        f'<span class="mono">{escape(r.call)}</span>',
+        mono(r.call),
         escape(r.backend),
         "–" if time is None else f"{time:.1f}",
         "–" if roof is None else f"{roof:.1f}",
@@ -63,14 +63,12 @@ def _bench_row(r: KernelRow) -> list[str]:
     ]
 
 
-def _has_linears(rows: PerformanceRows) -> bool:
-    return any(r.op == "linear" and r.speedup for group in rows.groups for r in group.rows)
-
-
 def _write_rows(rows: PerformanceRows, number: int) -> str:
     origins = {(g.origin.device, g.origin.date[:10], g.origin.torch) for g in rows.groups}
     where = "; ".join(f"{device}, {date}, torch {torch}" for device, date, torch in sorted(origins))
     linear = [r for g in rows.groups for r in g.rows if r.op == "linear" and r.speedup]
+    if not linear:
+        return ""
     shapes = {(r.variant.split()[0], r.m, r.k, r.n) for r in linear}
     best = [
         max(r.speedup.value for r in linear if r.speedup and (r.variant.split()[0], r.m, r.k, r.n) == s) for s in shapes

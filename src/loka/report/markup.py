@@ -6,7 +6,8 @@ from html import escape
 from loka.records import Interval
 
 __all__ = [
-    "about", "capitalise", "chart", "chip", "count", "escape", "notice", "percent", "signed", "span_of", "table", "times",
+    "about", "capitalise", "chart", "chip", "count", "escape", "mono", "notice", "percent", "signed", "span_of", "table",
+    "times",
 ]  # fmt: skip
 
 NARROW = "\u202f"  # narrow no-break space between a number and its unit
@@ -47,6 +48,11 @@ def capitalise(text: str) -> str:
 def chip(word: str, kind: str = "") -> str:
     """Return a word in a colored pill. The word carries the meaning, not the color."""
     return f'<span class="chip {kind}">{escape(word)}</span>'
+
+
+def mono(text: str) -> str:
+    """Return a name in a fixed-width font."""
+    return f'<span class="mono">{escape(text)}</span>'
 
 
 def about(text: str) -> str:

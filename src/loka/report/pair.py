@@ -6,7 +6,7 @@ from pathlib import Path
 from loka.records import ProbeReport, Site, write_atomically
 from loka.records.prose import diff
 from loka.report import headline, origin
-from loka.report.markup import about, chart, chip, escape, percent, signed, span_of, table
+from loka.report.markup import about, chart, chip, escape, mono, percent, signed, span_of, table
 from loka.report.quality import GOOD
 from loka.report.render import fill_page
 from loka.report.results import Results
@@ -140,7 +140,7 @@ def _verdict_rows(before: Site, after: Site) -> list[list[str]]:
     old = {v.gemm: v for v in before.verdicts}
     return [
         [
-            f'<span class="mono">{escape(after.name)}</span>',
+            mono(after.name),
             v.gemm,
             *(chip(s, {"safe": "good", "unsafe": "bad"}.get(s, "")) for s in (old[v.gemm].safety, v.safety)),
             escape(v.reason),

@@ -1,7 +1,7 @@
 """Quality: comparisons with intervals, loss curves, and the effects of mods."""
 
 from loka.records import Comparison, ModSummary, Recovery
-from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, signed, span_of, table
+from loka.report.markup import about, capitalise, chart, chip, escape, mono, notice, percent, signed, span_of, table
 from loka.report.results import Results
 
 GOOD = {"equivalent": "good", "better": "good", "worse": "bad", "inconclusive": ""}
@@ -99,18 +99,9 @@ def _write_mod(summary: ModSummary) -> str:
         "An exact mod computes the same function; an architecture change computes another one and needs training."
     )
     rows = [
-        [
-            escape(c.mod),
-            f'<span class="mono">{escape(c.site)}</span>',
-            chip(c.effect, _EFFECT[c.effect]),
-            escape(c.what),
-        ]
-        for c in summary.changed[:60]
+        [escape(c.mod), mono(c.site), chip(c.effect, _EFFECT[c.effect]), escape(c.what)] for c in summary.changed[:60]
     ]
-    rows += [
-        [escape(c.mod), f'<span class="mono">{escape(c.site)}</span>', chip("left"), escape(c.why)]
-        for c in summary.left[:20]
-    ]
+    rows += [[escape(c.mod), mono(c.site), chip("left"), escape(c.why)] for c in summary.left[:20]]
     notes = "".join(notice(escape(capitalise(note))) for note in summary.notes)
     return (
         head

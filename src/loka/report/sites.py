@@ -3,7 +3,7 @@
 from loka.records import Choice, DriftReport, Plan, ProbeReport, SitePlan
 from loka.report.findings import write_findings
 from loka.report.headline import count_converted
-from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, table
+from loka.report.markup import about, capitalise, chart, chip, count, escape, mono, notice, percent, table
 from loka.report.results import Results
 
 STATIC_ROWS = 300  # rows of the plan in plain HTML, for readers without JavaScript
@@ -210,10 +210,7 @@ def _say_target(results: Results) -> str:
     there = results.target_plan
     if there is None:
         return ""
-    rows = [
-        [f'<span class="mono">{escape(s.site)}</span>', *(_spell_target(s, gemm) for gemm, _ in _TABS)]
-        for s in there.sites[:STATIC_ROWS]
-    ]
+    rows = [[mono(s.site), *(_spell_target(s, gemm) for gemm, _ in _TABS)] for s in there.sites[:STATIC_ROWS]]
     notes = "".join(f"<li>{escape(capitalise(note))}</li>" for note in there.notes)
     head = ("site", *(label.lower() for _, label in _TABS))
     return (

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from loka.data.download import sha256_of
 from loka.records import write_atomically
 
 SCHEMA = 1
@@ -87,7 +88,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         for name, tensors in snapshot.tensors.items():
             file = temporary / f"{name}.safetensors"
             save_file(tensors, file)
-            digests[file.name] = _digest(file)
+            digests[file.name] = sha256_of(file)
         body = {"schema": SCHEMA, "step": snapshot.step, "files": digests, "state": snapshot.state}
         text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
         (temporary / _STATE).write_text(text + "\n", encoding="utf-8")
@@ -197,7 +198,7 @@ def read_best(folder: Path) -> Path:
 
 def _verify(file: Path, expected: str) -> None:
     try:
-        found = _digest(file)
+        found = sha256_of(file)
     except OSError as error:
         raise DamagedCheckpointError(
             f"checkpoint {file.parent}: {file.name} cannot be read ({error.strerror})"
@@ -207,11 +208,6 @@ def _verify(file: Path, expected: str) -> None:
         raise DamagedCheckpointError(
             f"checkpoint {file.parent}: {file.name} ({size} bytes) does not match its checksum"
         )
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -7,11 +7,11 @@ break, or more shapes than the compiler's limit, is an error and not a silent fa
 
 `on` raises if nothing can be compiled; `auto` decides and says why. Only the `forward` attribute is replaced, so names,
 state_dict and hooks are unchanged, and the original is restored when the run ends. What must run eagerly (the
-incomplete batch at the end of an evaluation) uses `eager()`.
+incomplete batch at the end of an evaluation) sets the compiler's stance to `force_eager`, which runs hooks too.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +44,6 @@ def compiled(model: nn.Module, request: CompileRequest, device: torch.device) ->
             part.__dict__.pop("forward", None)
 
 
-def eager() -> AbstractContextManager[object]:
-    """Run the original Python code of compiled modules inside the block, hooks included."""
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 def choose(model: nn.Module, request: CompileRequest, device: torch.device) -> CompileChoice:
     """Decide what to compile, without changing the model."""
     if request == "off":
@@ -80,12 +74,8 @@ def _double(x: torch.Tensor) -> torch.Tensor:
     return x + x
 
 
-def find_compilable(model: nn.Module) -> Iterator[str]:
+def find_compilable(module: nn.Module, name: str = "") -> Iterator[str]:
     """Yield the names of the largest submodules with parameters and without a table ('' is the model itself)."""
-    yield from _find(model, "")
-
-
-def _find(module: nn.Module, name: str) -> Iterator[str]:
     if not any(True for _ in module.parameters()):
         return
     # A ModuleList is never called, so compiling it would do nothing.
@@ -94,7 +84,7 @@ def _find(module: nn.Module, name: str) -> Iterator[str]:
         yield name
         return
     for child_name, child in module.named_children():
-        yield from _find(child, f"{name}.{child_name}" if name else child_name)
+        yield from find_compilable(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _is_table(module: nn.Module) -> bool:

@@ -47,7 +47,7 @@ from loka.training.config import TrainConfig
 from loka.training.result import NonFiniteLossError, TrainResult
 from loka.training.sequence import SequenceTask
 from loka.training.sharding import Distribution, spread_model
-from loka.training.snapshot import COUNTERS, seed_everything
+from loka.training.snapshot import describe_run, restore_run, seed_everything
 from loka.training.stream import EpochStream, TrainData
 from loka.training.trainer import Trainer
 
@@ -139,7 +139,6 @@ class SharedStream(EpochStream):
         self._share = rank, world
 
     def __next__(self) -> Any:
-        """Return this rank's examples of the next batch."""
         return share_of(super().__next__(), *self._share)
 
 
@@ -268,7 +267,8 @@ class DistributedTrainer(Trainer):
         dist.barrier()
         save(self._tensors(), checkpoint_id=temporary)
         if self.ranks.rank == 0:
-            (temporary / "state.json").write_text(json.dumps(self._state()) + "\n", encoding="utf-8")
+            state = {**describe_run(self), "world": self.ranks.world, "distribution": self._essentials()}
+            (temporary / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             temporary.replace(final)
             best = self.monitor.best
@@ -276,17 +276,6 @@ class DistributedTrainer(Trainer):
                 write_best(self.folder, best)
             prune(self.folder, keep=self.config.keep, protect=None if best is None else best["step"])
         dist.barrier()
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "config": self.config.to_json(),
-            "counters": {name: getattr(self, name) for name in COUNTERS},
-            "monitor": self.monitor.state_dict(),
-            "metrics": self.metrics,
-            "stream": self.stream.state_dict(),
-            "world": self.ranks.world,
-            "distribution": self._essentials(),
-        }
 
     def _essentials(self) -> dict[str, Any]:
         """Return what a resumed run must share; where things are placed may change."""
@@ -346,11 +335,7 @@ class DistributedTrainer(Trainer):
                 f"cannot resume with another distribution ({'; '.join(changes)}); resume with the stored one"
             )
         self._load_tensors(path)
-        self.stream.load_state_dict(state["stream"])
-        for name, value in state["counters"].items():
-            setattr(self, name, value)
-        self.metrics = state["metrics"]
-        self.monitor.load_state_dict(state["monitor"])
+        restore_run(self, state)
         self._reseed()
         self._resumed_from = self._saved_step = step_of(path)
 

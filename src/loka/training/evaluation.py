@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loka.nn.wrapping import in_eval
-from loka.training.compilation import eager
 
 if TYPE_CHECKING:
     from loka.metrics import Metric
@@ -82,7 +81,8 @@ def evaluate(
     with in_eval(model):
         for batch, counts in _in_step(batches, split, batch_size, device, world):
             batch = batch.to(device)
-            with torch.no_grad(), nullcontext() if compiled_size in (None, batch.size) else eager():
+            fits = compiled_size in (None, batch.size)
+            with torch.no_grad(), nullcontext() if fits else torch.compiler.set_stance("force_eager"):
                 loss, predictions = loss_fn(model, batch)
             if not counts:
                 continue

@@ -14,11 +14,14 @@ and is searched the same way.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from loka.data.batch import Jagged
+from loka.data.sequences import SequenceData
 from loka.nn.wrapping import in_eval
 from loka.training.config import PrecisionName
 from loka.training.precision import autocast, precision_scope
@@ -31,7 +34,6 @@ from loka.training.sequence_examples import (
 )
 
 if TYPE_CHECKING:
-    from loka.data.sequences import SequenceData
     from loka.metrics import TopK
     from loka.semantic_ids import SemanticIndex
 
@@ -79,7 +81,7 @@ class SequenceTask:
         with in_eval(model), precision_scope(precision, device):
             for begin in range(0, len(examples) if limit is None else min(limit, len(examples)), batch_size):
                 end = min(begin + batch_size, len(examples) if limit is None else limit)
-                batch = examples.cut(_range(begin, end)).to(device)
+                batch = examples.cut(np.arange(begin, end)).to(device)
                 with autocast(precision, device):
                     self.rank(model, batch, metric)
         found = metric.compute()
@@ -163,10 +165,8 @@ class NextIdTask(SequenceTask):
         assert found.items is not None  # valid ids were given
         metric.update(found.items, batch.target[:, None])
 
-    def _to_ids(self, model: nn.Module, batch: SequenceExampleBatch) -> Any:
+    def _to_ids(self, model: nn.Module, batch: SequenceExampleBatch) -> Jagged:
         """Return the history as ids, with item numbers if the model has a table of items."""
-        from loka.data.batch import Jagged
-
         values = batch.history.values
         codes = self._table[values]
         if getattr(model, "items", None) is not None:
@@ -196,16 +196,10 @@ def embed_items(data: SequenceData, *, dimensions: int = 64, seed: int = 0) -> T
     from loka.semantic_ids import embed_histories, embed_text
 
     histories = cut_histories(data.train, 10**9)
-    every = histories.cut(_range(0, len(histories))).history
+    every = histories.cut(np.arange(len(histories))).history
     width = min(dimensions, data.n_items - 1)
     parts = [embed_histories(every.values, every.offsets, data.n_items, dimensions=width, seed=seed)]
     words = data.texts or data.titles
     if words is not None:
         parts.append(embed_text(list(words[1:]), dimensions=width, blank="zero", seed=seed))
     return torch.cat(parts, 1)
-
-
-def _range(begin: int, end: int) -> Any:
-    import numpy as np
-
-    return np.arange(begin, end)

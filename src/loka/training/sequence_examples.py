@@ -13,17 +13,14 @@ The position in it can be saved and restored, so a resumed run sees the same exa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from loka.data.batch import Jagged
-    from loka.data.sequences import SequenceSplit, SequenceStream
-
-Array = np.ndarray[Any, Any]
+from loka.data.batch import Jagged
+from loka.data.rows import Array
+from loka.data.sequences import SequenceSplit, SequenceStream
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,6 @@ class SequenceExampleBatch:
 
     def part(self, start: int, stop: int) -> SequenceExampleBatch:
         """Return examples start to stop - 1. `times` is indexed by events, not by examples."""
-        from loka.data.batch import Jagged
-
         offsets = self.history.offsets[start : stop + 1]
         events = slice(int(offsets[0]), int(offsets[-1]))
         return SequenceExampleBatch(
@@ -55,14 +50,10 @@ class SequenceExampleBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SequenceExampleBatch:
         """Copy every tensor to a device."""
-        from loka.data.batch import Jagged
-
-        history = Jagged(
-            *(t.to(device, non_blocking=non_blocking) for t in (self.history.values, self.history.offsets))
-        )
         times, asked = (
             None if t is None else t.to(device, non_blocking=non_blocking) for t in (self.times, self.asked)
         )
+        history = self.history.to(device, non_blocking=non_blocking)
         return SequenceExampleBatch(history, times, asked, self.target.to(device, non_blocking=non_blocking))
 
 
@@ -83,8 +74,6 @@ class SequenceExamples:
         self, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, rank: int, world: int, epoch: int
     ) -> SequenceStream[SequenceExampleBatch]:
         """Return one epoch of this rank's share."""
-        from loka.data.sequences import SequenceStream
-
         return SequenceStream(
             self.cut, len(self), batch_size, shuffle=shuffle, seed=seed, epoch=epoch, drop_last=drop_last, rank=rank,
             world=world,
@@ -92,8 +81,6 @@ class SequenceExamples:
 
     def cut(self, index: Array) -> SequenceExampleBatch:
         """Build the batch of some examples."""
-        from loka.data.batch import Jagged
-
         begin, end = self.begin[index], self.end[index]
         offsets = np.concatenate([[0], np.cumsum(end - begin)])
         at = torch.from_numpy(np.arange(offsets[-1]) + np.repeat(begin - offsets[:-1], end - begin))

@@ -165,12 +165,8 @@ def _table_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, Table):
             yield module.anchor
-        elif _is_sharded_collection(module):
+        elif any(kind.__name__ == "ShardedEmbeddingBagCollection" for kind in type(module).__mro__):
             yield from module.parameters()
-
-
-def _is_sharded_collection(module: nn.Module) -> bool:
-    return any(kind.__name__ == "ShardedEmbeddingBagCollection" for kind in type(module).__mro__)
 
 
 def _copy_dense(spread: Spread, device: torch.device) -> DistributedDataParallel:

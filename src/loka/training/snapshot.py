@@ -43,6 +43,26 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def describe_run(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of a run and how far it has come, as JSON values."""
+    return {
+        "config": trainer.config.to_json(),
+        "counters": {name: getattr(trainer, name) for name in COUNTERS},
+        "monitor": trainer.monitor.state_dict(),
+        "metrics": trainer.metrics,
+        "stream": trainer.stream.state_dict(),
+    }
+
+
+def restore_run(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Continue where the run that `describe_run` described was."""
+    trainer.stream.load_state_dict(state["stream"])
+    for name, value in state["counters"].items():
+        setattr(trainer, name, value)
+    trainer.metrics = state["metrics"]
+    trainer.monitor.load_state_dict(state["monitor"])
+
+
 def take_snapshot(trainer: Trainer) -> Snapshot:
     """Copy the state of a run to CPU memory; the run may continue while the copy is written."""
     extra, values = dict(_read_generators()), {}
@@ -50,14 +70,11 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
         if (kept := callback.on_checkpoint(trainer)) is not None:
             extra.update({f"callback/{callback.name}/{key}": tensor for key, tensor in kept.tensors.items()})
             values[callback.name] = kept.values
+    name, keys, *rest = np.random.get_state(legacy=True)
     state = {
-        "config": trainer.config.to_json(),
-        "counters": {name: getattr(trainer, name) for name in COUNTERS},
-        "monitor": trainer.monitor.state_dict(),
-        "metrics": trainer.metrics,
-        "stream": trainer.stream.state_dict(),
+        **describe_run(trainer),
         "python_random": random.getstate(),
-        "numpy_random": _numpy_state(),
+        "numpy_random": [name, np.asarray(keys).tolist(), *rest],
         "callbacks": values,
     }
     tensors = {
@@ -78,11 +95,7 @@ def restore_snapshot(trainer: Trainer, snapshot: Snapshot) -> None:
         )
     _load_model(trainer.module, snapshot.tensors["model"], f"step {snapshot.step}")
     trainer.optimizers.load_state_tensors(snapshot.tensors["optimizer"])
-    trainer.stream.load_state_dict(state["stream"])
-    for name, value in state["counters"].items():
-        setattr(trainer, name, value)
-    trainer.metrics = state["metrics"]
-    trainer.monitor.load_state_dict(state["monitor"])
+    restore_run(trainer, state)
     for callback in trainer.callbacks:
         if callback.name in state["callbacks"]:
             prefix = f"callback/{callback.name}/"
@@ -174,8 +187,3 @@ def _restore_generators(extra: dict[str, Tensor], state: dict[str, Any]) -> None
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["numpy_random"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-
-
-def _numpy_state() -> list[Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return [name, np.asarray(keys).tolist(), *rest]
