@@ -214,6 +214,23 @@ def test_a_newcomer_counts_on_all_that_was_handed_out() -> None:
     assert isinstance(scheduler.offer("just", now=0.004, deadline=0.0301), Entry)
 
 
+def test_plans_have_the_layout_in_them() -> None:
+    times = BatchTimes()
+    for units, seconds in ((1, 0.004), (2, 0.011), (4, 0.016)):
+        times.learn(Bucket(units, 0), seconds)
+    scheduler = Scheduler([Bucket(1, 0), Bucket(2, 0), Bucket(4, 0)], policy=Policy(sla=0.043, reserve=0.0), times=times, ahead=True)  # fmt: skip
+    assert scheduler.cap(0) == 4  # 16 and 16, handed out 2.2 ahead: 34.2 of 43
+    scheduler.offer(0, now=0.0)
+    scheduler.start(now=0.0)
+    scheduler.launched(now=0.006)
+    scheduler.finish(now=0.010)
+    assert (scheduler.margins.layout, scheduler.cap(0)) == (0.006, 2)  # handed out 12 ahead: 44 of 43
+    scheduler.offer(1, now=0.020)
+    batch, _ = scheduler.start(now=0.020)
+    assert batch is not None
+    assert (batch.bucket.units, batch.begun, batch.expected) == (1, pytest.approx(0.026), 0.006)  # the host is slower
+
+
 class Moved(Sleeper):
     """A model whose device ends a batch when the test says so."""
 

@@ -360,18 +360,34 @@ def test_a_newcomer_before_others_may_not_make_them_late() -> None:
     assert {one.state for one in waiting} == {"waiting"}
 
 
-def test_after_a_standstill_who_would_be_late_makes_room_for_those_behind() -> None:
+@pytest.mark.parametrize(("sending", "deadlines"), [(0.0, (0.055, 0.065)), (0.006, (0.065, 0.071))])
+def test_after_a_standstill_who_would_be_late_makes_room_for_those_behind(
+    sending: float, deadlines: tuple[float, float]
+) -> None:
     scheduler = make({(1, 0): 0.010, (4, 0): 0.020}, sla=0.1)
+    scheduler.margins.learn_sending(sending)
+    scheduler.margins.refresh()
     scheduler.offer(None, now=0.0)
     scheduler.start(now=0.0)
-    first = admit(scheduler, 0.0, deadline=0.055)
-    others = [admit(scheduler, 0.0, deadline=0.065) for _ in range(3)]
+    first = admit(scheduler, 0.0, deadline=deadlines[0])
+    others = [admit(scheduler, 0.0, deadline=deadlines[1]) for _ in range(3)]
     scheduler.finish(now=0.040, learn=False)  # 30 ms longer than any batch before
     batch, dropped = scheduler.start(now=0.040)
     assert dropped == [first]  # with it the batch of four ends at 0.060; alone before them, it would make three late
     assert batch is not None
     assert batch.entries == others
     assert (first.state, {one.state for one in others}) == ("dropped", {"running"})
+
+
+def test_who_could_run_in_time_but_not_be_told_in_time_is_dropped() -> None:
+    for begins, lost in ((0.0839, False), (0.0841, True)):
+        scheduler = make({(1, 0): 0.010}, sla=0.1)
+        scheduler.margins.learn_sending(0.006)
+        scheduler.margins.refresh()
+        entry = admit(scheduler, 0.0)
+        batch, dropped = scheduler.start(now=begins)
+        assert dropped == ([entry] if lost else [])
+        assert (batch is None) == lost
 
 
 def test_goodput_at_twice_the_capacity_is_that_at_capacity() -> None:
