@@ -21,7 +21,7 @@ class Staging:
     """Buffers on the host and on a device that grow as needed. For one thread.
 
     Args:
-        device: where the arrays go.
+        device: where the arrays go: a GPU, or a CPU, where everything is done at once.
 
     Example:
         >>> staging = Staging(torch.device("cpu"))
@@ -35,8 +35,9 @@ class Staging:
         self.seconds = 0.0  # of the device, from the copies of `send` to those of `fetch`
         self._host = self._there = torch.empty(0, dtype=torch.uint8)
         self._apart = device.type != "cpu"  # on a CPU one buffer is both
-        self._sent: Any = None  # events of the last `send`: its copy begins, it is made
-        self._free: list[Tensor] = []  # pinned memory of results that were read
+        self._begun: Any = None  # events of the last `send`: its copy begins, it is made
+        self._copied: Any = None
+        self._free: list[Tensor] = []  # host memory of results that were read
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Copy arrays to the device.
@@ -48,16 +49,16 @@ class Staging:
             A tensor for each, valid until the next call.
         """
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
-        if self._sent is not None:
-            self._sent[1].synchronize()  # the previous copy still reads the host's buffer
+        if self._copied is not None:
+            self._copied.synchronize()  # the previous copy still reads the host's buffer
         self._make_room(starts[-1])
         buffer = self._host.numpy()
         for array, start in zip(arrays, starts, strict=False):
             buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        self._begun = self._mark()
         if self._apart:
-            begin = self._mark()
             self._there[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
-            self._sent = begin, self._mark()
+        self._copied = self._mark()
         return [
             self._there[start : start + array.nbytes].view(_dtype_of(array)).view(array.shape)
             for array, start in zip(arrays, starts, strict=False)
@@ -72,33 +73,27 @@ class Staging:
         Returns:
             A function that waits for the copy and returns it as an array of its own. To be called once.
         """
-        if not self._apart:
-            copied = found.numpy().copy()
-            return lambda: copied
         size = found.numel() * found.element_size()
-        memory = next((m for m in self._free if m.numel() >= size), None)
-        if memory is None:
-            memory = self._pin(size)
-        else:
-            self._free.remove(memory)
+        place = next((place for place, memory in enumerate(self._free) if memory.numel() >= size), None)
+        memory = self._pin(size) if place is None else self._free.pop(place)
         host = memory[:size].view(found.dtype).view(found.shape)
         host.copy_(found, non_blocking=True)
-        begin, done = None if self._sent is None else self._sent[0], self._mark()
+        begun, done = self._begun, self._mark()
 
         def collect() -> NDArray[Any]:
-            done.synchronize()
+            if done is not None:
+                done.synchronize()
+                self.seconds += begun.elapsed_time(done) / 1e3
             out: NDArray[Any] = host.numpy().copy()
             self._free.append(memory)
-            if begin is not None:
-                self.seconds += begin.elapsed_time(done) / 1e3
             return out
 
         return collect
 
     def _mark(self) -> Any:
-        """Return an event of the device's queue."""
-        if self.device.type != "cuda":
-            raise ValueError(f"staging for {self.device}: expected a CPU or a CUDA device")
+        """Return an event of the device's queue; None on a CPU, which has none."""
+        if not self._apart:
+            return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
