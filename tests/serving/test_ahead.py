@@ -224,3 +224,15 @@ def test_plans_have_the_layout_in_them() -> None:
     batch, _ = scheduler.start(now=0.020)
     assert batch is not None
     assert (batch.bucket.units, batch.begun, batch.expected) == (1, pytest.approx(0.026), 0.006)  # the host is slower
+
+
+def test_a_wait_before_a_layout_is_time_of_the_batch() -> None:
+    scheduler = make(COST, Policy(sla=0.1, reserve=0.0))
+    scheduler.offer(None, now=0.0, units=ROWS)
+    batch, _ = scheduler.start(now=0.0)
+    scheduler.launched(now=0.0057, since=0.0050)  # another model was rehearsed
+    assert batch is not None
+    assert batch.begun == pytest.approx(0.0007)
+    scheduler.finish(now=0.0067)
+    assert scheduler.margins.layout == pytest.approx(0.0007)
+    assert scheduler.times.quantile(batch.bucket, 0.95) == pytest.approx(0.0060)

@@ -126,6 +126,37 @@ class _Direct:
         return model.run(bucket, jobs[:1]), 0.001
 
 
+def test_a_rehearsal_is_let_in_when_nothing_is_in_flight_however_long_the_queue_is() -> None:
+    async def work() -> None:
+        runner = await start(model := Moved())
+        tickets = submit(runner, 1, 2, 3, 4)
+        await come_true(lambda: model.launched == [1, 2])
+        inside, leave = threading.Event(), threading.Event()
+
+        def rehearse() -> None:
+            with runner.turn:
+                inside.set()
+                leave.wait(30)
+
+        threading.Thread(target=rehearse, daemon=True).start()
+        await come_true(lambda: runner.turn.guests == 1)
+        model.may_end.release()
+        await asyncio.wait_for(tickets[0].future, 30)
+        await asyncio.sleep(0.01)
+        assert (model.launched, inside.is_set()) == ([1, 2], False)  # the second one runs
+        model.may_end.release()
+        await come_true(inside.is_set)
+        await asyncio.sleep(0.01)
+        assert model.launched == [1, 2]
+        model.may_end.release(2)
+        leave.set()
+        assert [(await asyncio.wait_for(ticket.future, 30)).number for ticket in tickets] == [2, 4, 6, 8]
+        await come_true(lambda: not runner.turn.held)
+        runner.close()
+
+    asyncio.run(work())
+
+
 def test_who_waits_can_leave_and_who_is_in_flight_is_finished_by_a_drain() -> None:
     async def work() -> None:
         runner = await start(model := Moved())

@@ -13,7 +13,7 @@ batch by itself, and has 2.3 ms of work in hand while the thread hands answers o
     device   1 ....................... 2 ....................... 3 ......
 
 Batches end in the order in which they were handed out, also one that could not be launched: it fails alone, when its
-turn comes. A new model waits until nothing is in flight.
+turn comes. A new model waits until nothing is in flight, and so does a run that rehearses it.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from loka.serving.queues import Batch, Entry, Policy, Shed
-from loka.serving.rehearsal import Turns, check_promise, rehearse
+from loka.serving.rehearsal import Turn, Turns, check_promise, rehearse
 from loka.serving.scheduler import Scheduler
 from loka.serving.servable import Job, Sealed, Servable, unseal
 from loka.serving.telemetry import LATENCIES, SIZES, Telemetry
@@ -114,7 +114,7 @@ class Runner:
         self.scheduler: Scheduler | None = None
         self.captured = 0  # captures of the model when it became ready
         self.generation = 0  # how often the model was replaced
-        self.turn = threading.Lock()  # held while a batch runs
+        self.turn = Turn()  # of the engine while batches are in flight
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next: tuple[Servable, Scheduler, asyncio.Future[None]] | None = None
@@ -143,10 +143,14 @@ class Runner:
         while not self._stopped:
             following = following or self._wait_for_batch(busy=bool(flying))
             if following is not None:
+                if not flying:
+                    self.turn.take()
                 flying.append((following, self._launch(following)))
                 following = None
             elif flying:
                 following = self._end_batch(*flying.popleft())
+                if not flying:
+                    self.turn.give()
 
     def _launch(self, batch: Batch) -> Callable[[], Iterable[Any]]:
         """Queue a batch on the device, if the model can; return what waits for its end and returns the answers."""
@@ -155,13 +159,13 @@ class Runner:
         assert self.scheduler is not None  # set before the first call
         if not self.scheduler.ahead:
             return partial(model.run, batch.bucket, jobs)
+        since = self.clock()
         try:
-            with self.turn:
-                collect: Callable[[], Iterable[Any]] = model.launch(batch.bucket, jobs)
+            collect: Callable[[], Iterable[Any]] = model.launch(batch.bucket, jobs)
         except BaseException as error:
             collect = partial(_raise, error)
         with self._changed:
-            self.scheduler.launched(now=self.clock())
+            self.scheduler.launched(now=self.clock(), since=since)
         return collect
 
     def _end_batch(self, batch: Batch, collect: Callable[[], Iterable[Any]]) -> Batch | None:
@@ -173,8 +177,7 @@ class Runner:
         answers: Iterable[Any] = ()
         error: BaseException | None = None
         try:
-            with self.turn:
-                answers = collect()
+            answers = collect()
         except BaseException as caught:  # passed to the waiting requests; the engine goes on
             error = caught
         with self._changed:
@@ -204,7 +207,7 @@ class Runner:
     def _take_batch(self) -> Batch | None:
         """Return the next batch, if it is time and requests wait. Called by the engine thread, locked."""
         assert self.scheduler is not None  # set before the first call
-        if self._stopped or (self._next is not None and self.scheduler.flying):
+        if self._stopped or (self.scheduler.flying and (self._next is not None or self.turn.guests)):
             return None
         if self._next is not None:
             self._swap_in()

@@ -202,12 +202,17 @@ class Scheduler:
         self.flying.append(batch := Batch(bucket, entries, now, self._planned_time(bucket), begin))
         return batch, dropped
 
-    def launched(self, *, now: float) -> None:
-        """Record that the batch that was handed out last is laid out and queued on its device."""
+    def launched(self, *, now: float, since: float | None = None) -> None:
+        """Record that the batch that was handed out last is laid out and queued on its device.
+
+        The layout began at `since`, by default when the batch was handed out. If the host had to wait before, that
+        counts as time of the batch.
+        """
         now, batch = self._advance(now), self.flying[-1]
-        self.margins.learn_layout(now - batch.started)
+        laid = now - (batch.started if since is None else min(since, now))
+        self.margins.learn_layout(laid)
         if batch is self.running:
-            batch.begun = now
+            batch.begun = batch.started + laid
 
     def finish(self, *, now: float, learn: bool = True) -> None:
         """Record that the running batch has ended; `learn=False` if it failed and its duration is meaningless."""
