@@ -18,7 +18,10 @@ The first --settle seconds of the traffic of a row are sent and not counted: fro
 
     limited_by_most   the engine alone would take more than --most requests a second: the row is about the front
     goodput       answers with status 200 within the SLA, a second; latency counts from when a request was due
-    utilisation   share of the time of the traffic that the engine's thread was in a batch, from padding to the answers
+    utilisation   share of the time of the traffic in which a batch ran, by the engine's thread: with a layout if that is not hidden behind the batch before
+    device_busy   share of that time in which the GPU worked on batches, copies included, by its own events (ranker)
+    dropped_share of the admitted: answered with 503 because they could no longer be in time
+    margins_ms    what the scheduler has learned at the end: layout of a batch, sending of answers (reserve; leaving is its median), drift of batches beyond their plan
 """
 
 import argparse
@@ -182,7 +185,7 @@ class Bench:
                 raise
             row |= {"goodput": 0.0, "refused": str(error)}  # the server does not promise what one batch cannot keep
         where = settings.get("context", settings.get("rows_a_request"))
-        told = row.get("refused") or f"late {row['late_share']}, p99 {row['latency_ms'].get('p99')} ms, cap {row['cap']}, utilisation {row['utilisation']}"  # fmt: skip
+        told = row.get("refused") or f"late {row['late_share']}, p99 {row['latency_ms'].get('p99')} ms, dropped {row['dropped_share']}, cap {row['cap']}, utilisation {row['utilisation']}, GPU {row['device_busy']}, margins {row['margins_ms']}"  # fmt: skip
         print(f"    {variant:14} {where} SLA {1e3 * sla:g} ms: goodput {row['goodput']}/s, {told}", file=sys.stderr)
         return row
 
@@ -210,25 +213,33 @@ class Bench:
         asked.write_bytes(msgspec.msgpack.encode(told))
         before = busy_of(runner)
         subprocess.run([sys.executable, __file__, "--out", str(kept), "--generate", str(asked)], check=True, timeout=told["seconds"] + told["settle"] + 40)  # fmt: skip
-        busy, used, padding = (after - begun for after, begun in zip(busy_of(runner), before, strict=True))
+        busy, used, padding, device, dropped = (
+            after - begun for after, begun in zip(busy_of(runner), before, strict=True)
+        )
         found = json.loads(kept.read_bytes())
         kept.unlink()
         asked.unlink()
-        answered = found["good"] + found["late"]
+        answered, lasted, margins = (
+            found["good"] + found["late"],
+            told["seconds"] + told["settle"],
+            runner.scheduler.margins,
+        )
         return {
             "offered_per_second": round(told["rate"], 1), "goodput": round(found["goodput"], 1),
             "late_share": round(found["late"] / answered, 5) if answered else None,
             "codes": found["codes"], "latency_ms": found["latency_ms"], "shed_ms": found["shed_ms"], "send_lag_ms": found["send_lag_ms"],
-            "utilisation": round(min(1.0, busy / (told["seconds"] + told["settle"])), 3), "padding_share": round(padding / max(1, padding + used), 4),
+            "utilisation": round(min(1.0, busy / lasted), 3), "device_busy": round(min(1.0, device / lasted), 3) if device else None,
+            "padding_share": round(padding / max(1, padding + used), 4), "dropped_share": round(dropped / max(1, answered + dropped), 5),
+            "margins_ms": {name: round(1e3 * getattr(margins, name), 3) for name in ("layout", "reserve", "leaving", "drift")},
         }  # fmt: skip
 
 
-def busy_of(runner: Any) -> tuple[float, float, float]:
-    """Seconds of batches, units that ran, and units of padding so far."""
+def busy_of(runner: Any) -> tuple[float, ...]:
+    """Seconds of batches, units that ran, units of padding, seconds of the GPU, and requests that were dropped so far."""
     told = runner.telemetry
     seconds = sum(h.total for h in told.histograms["loka_batch_seconds"].values()) if "loka_batch_seconds" in told.histograms else 0.0  # fmt: skip
-    used, padding = (sum(told.counters[name].values()) if name in told.counters else 0.0 for name in ("loka_units_total", "loka_padding_total"))  # fmt: skip
-    return seconds, used, padding
+    used, padding, dropped = (sum(told.counters[name].values()) if name in told.counters else 0.0 for name in ("loka_units_total", "loka_padding_total", "loka_dropped_total"))  # fmt: skip
+    return seconds, used, padding, getattr(runner.model, "device_seconds", 0.0), dropped
 
 
 class Generative(Bench):

@@ -460,7 +460,7 @@ def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
         service = Service(Sleeper(COST), policy=Policy(sla=60.0))
         process = Process(Fronts(service, 1, limits=Limits(), token_file=None, verbose=False), None)  # type: ignore[arg-type]
         process.link = sent = Post()  # type: ignore[assignment]
-        batch = Batch(Bucket(4, 0), [], 0.0, 0.0)
+        batch = Batch(Bucket(4, 0), [], 0.0, 0.0, 0.0)
         for n, number in enumerate((2**70, 3)):
             reply = Reply(process, frames.Submit(n, "sleeper", 0, 0.0, "r", None, 0, 0, 0), service.first)
             reply.ticket = Ticket(reply, Job(None, 1, 0, None), None, service.first.model, batch, 0.0)

@@ -1,5 +1,7 @@
 """Rows of a ranker: what is the same in all of them is kept once, and spread where the model runs."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from loka.records import RankerInfo, capture_environment
 from loka.serving import FieldError, RankerBundle, RankingModel, RankRequest
 from loka.serving.rank_reader import find_best
 from loka.serving.rank_rows import Columns, RowReader, join
+from loka.serving.times import Bucket
 
 SCHEMA = Schema(("price", "age"), (Field("user", 10), Field("item", 100)), (), ("click",))
 
@@ -57,11 +60,11 @@ def test_requests_that_differ_in_other_columns_join() -> None:
     assert joined.same.tolist() == [[1, 0], [0, 2], [3, 4]]
 
 
-def make_served() -> RankingModel:
+def make_served(device: str = "cpu") -> RankingModel:
     torch.manual_seed(0)
     model = build_ranker(SCHEMA, "wukong", "tiny")
     info = RankerInfo(name="w", family="wukong", size="tiny", options={}, factory=None, dense=[], columns=[], labels=["click"], link="sigmoid", environment=capture_environment())  # fmt: skip
-    return RankingModel(RankerBundle(model, SCHEMA, info), rows=(8,), batch_invariant=True)
+    return RankingModel(RankerBundle(model, SCHEMA, info), rows=(8,), batch_invariant=True, device=device)
 
 
 def test_the_model_reads_what_was_sent_and_zeros_behind_it() -> None:
@@ -96,6 +99,49 @@ def test_a_batch_scores_as_its_requests_do_alone() -> None:
     alone = np.concatenate([served.score(8, [job.data]) for job in jobs])
     np.testing.assert_array_equal(together, alone)
     assert len(np.unique(together)) == 5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_scores_of_batches_in_flight_are_those_of_each_alone(device: str) -> None:
+    """One set of static tensors serves them all: a batch must not change when the next one is laid out."""
+    served, draw = make_served(device), np.random.default_rng(0)
+    served.warm()
+    batches = []
+    for sizes in ((3, 2), (4,), (1, 1, 6), (8,), (2,)):
+        columns = [{"price": draw.normal(size=n).tolist(), "age": 2.0, "user": 3, "item": draw.integers(0, 99, n).tolist()} for n in sizes]  # fmt: skip
+        batches.append([served.read(RankRequest(features=features)) for features in columns])
+    alone = [served.score(8, [job.data for job in jobs]) for jobs in batches]
+    launched = [served.launch(Bucket(8, 0), batches[0])]
+    for place, jobs in enumerate(batches):
+        launched += [served.launch(Bucket(8, 0), following) for following in batches[place + 1 : place + 2]]
+        answers: list[Any] = list(launched[place]())
+        assert [len(answer.scores["click"]) for answer in answers] == [job.units for job in jobs]
+        scores = np.concatenate([answer.scores["click"] for answer in answers], dtype=np.float32)
+        np.testing.assert_array_equal(scores, alone[place][:, 0])
+    assert served.captures == 1
+
+
+@pytest.mark.gpu
+def test_a_launch_does_not_wait_for_the_batches_before() -> None:
+    served = make_served("cuda")
+    served.warm()
+    jobs = served.example(Bucket(8, 0))
+    (alone,) = served.run(Bucket(8, 0), jobs)
+    torch.cuda.synchronize()
+    before = served.device_seconds
+    first = served.launch(Bucket(8, 0), jobs)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    busy = torch.cuda.Event()
+    busy.record()
+    second = served.launch(Bucket(8, 0), jobs)
+    assert not busy.query()  # the device has not even begun it
+    (found,) = first()
+    assert not busy.query()  # and the one before is answered meanwhile
+    assert found.scores == alone.scores
+    (found,) = second()
+    assert busy.query()
+    assert found.scores == alone.scores
+    assert 0 < served.device_seconds - before < 0.5
 
 
 def test_the_best_rows_are_those_of_a_stable_sort() -> None:

@@ -266,6 +266,20 @@ def simulate(
     return seen
 
 
+class Both(Scheduler):
+    """Compares what is predicted at once with a simulation of the queue."""
+
+    def _predict(self, entry: Entry, now: float) -> tuple[float, int]:
+        end, late = super()._predict(entry, now)
+        told, told_late = self._simulate(self._queues, entry, now)
+        before = self._simulate(self._queues, None, now)[1]
+        limit = entry.deadline - self.margins.admission
+        assert abs(end - told) < 1e-9
+        if end <= limit and abs(end - limit) > 1e-9:  # else it is shed, whoever else is late
+            assert (late > 0) == (told_late > before)
+        return end, late
+
+
 TRAFFIC = st.lists(
     st.tuples(st.integers(0, 2000), st.integers(1, 3), st.integers(0, 80)), min_size=1, max_size=120
 ).map(lambda found: [(at / 10_000, units, length) for at, units, length in sorted(found)])
@@ -294,17 +308,6 @@ def test_with_known_times_nobody_who_was_admitted_is_late(traffic: list[tuple[fl
 def test_what_is_predicted_at_once_is_what_a_simulation_of_the_queue_says(
     traffic: list[tuple[float, int, int]], sla: float, one_context: bool, ago: float
 ) -> None:
-    class Both(Scheduler):
-        def _predict(self, entry: Entry, now: float) -> tuple[float, int]:
-            end, late = super()._predict(entry, now)
-            told, told_late = self._simulate(self._queues, entry, now)
-            before = self._simulate(self._queues, None, now)[1]
-            limit = entry.deadline - self.reserve
-            assert abs(end - told) < 1e-9
-            if end <= limit and abs(end - limit) > 1e-9:  # else it is shed, whoever else is late
-                assert (late > 0) == (told_late > before)
-            return end, late
-
     cost = {(4, 16): 0.010, (8, 16): 0.014, (16, 16): 0.022, (4, 64): 0.013, (8, 64): 0.021}
     if one_context:
         cost = {bucket: seconds for bucket, seconds in cost.items() if bucket[1] == 16}
@@ -344,9 +347,12 @@ def test_a_newcomer_before_others_may_not_make_them_late() -> None:
     scheduler = make({(1, 0): 0.01}, sla=0.1)
     scheduler.offer(None, now=0.0)
     scheduler.start(now=0.0)
-    waiting = [admit(scheduler, 0.0, deadline=0.0501), admit(scheduler, 0.0, deadline=0.0501 + scheduler.reserve)]
+    waiting = [
+        admit(scheduler, 0.0, deadline=0.0501),
+        admit(scheduler, 0.0, deadline=0.0501 + scheduler.margins.reserve),
+    ]
     for place in (3, 4):  # the engine is free at 0.01; each takes 0.01
-        admit(scheduler, 0.0, deadline=0.0101 + 0.01 * place + scheduler.reserve)
+        admit(scheduler, 0.0, deadline=0.0101 + 0.01 * place + scheduler.margins.reserve)
     shed = scheduler.offer(None, now=0.0, deadline=0.03)
     assert isinstance(shed, Shed)
     assert shed.reason == "others"  # in time itself, but the last one has no time left
@@ -354,18 +360,34 @@ def test_a_newcomer_before_others_may_not_make_them_late() -> None:
     assert {one.state for one in waiting} == {"waiting"}
 
 
-def test_after_a_standstill_who_would_be_late_makes_room_for_those_behind() -> None:
+@pytest.mark.parametrize(("sending", "deadlines"), [(0.0, (0.055, 0.065)), (0.006, (0.065, 0.071))])
+def test_after_a_standstill_who_would_be_late_makes_room_for_those_behind(
+    sending: float, deadlines: tuple[float, float]
+) -> None:
     scheduler = make({(1, 0): 0.010, (4, 0): 0.020}, sla=0.1)
+    scheduler.margins.learn_sending(sending)
+    scheduler.margins.refresh()
     scheduler.offer(None, now=0.0)
     scheduler.start(now=0.0)
-    first = admit(scheduler, 0.0, deadline=0.055)
-    others = [admit(scheduler, 0.0, deadline=0.065) for _ in range(3)]
+    first = admit(scheduler, 0.0, deadline=deadlines[0])
+    others = [admit(scheduler, 0.0, deadline=deadlines[1]) for _ in range(3)]
     scheduler.finish(now=0.040, learn=False)  # 30 ms longer than any batch before
     batch, dropped = scheduler.start(now=0.040)
     assert dropped == [first]  # with it the batch of four ends at 0.060; alone before them, it would make three late
     assert batch is not None
     assert batch.entries == others
     assert (first.state, {one.state for one in others}) == ("dropped", {"running"})
+
+
+def test_who_could_run_in_time_but_not_be_told_in_time_is_dropped() -> None:
+    for begins, lost in ((0.0839, False), (0.0841, True)):
+        scheduler = make({(1, 0): 0.010}, sla=0.1)
+        scheduler.margins.learn_sending(0.006)
+        scheduler.margins.refresh()
+        entry = admit(scheduler, 0.0)
+        batch, dropped = scheduler.start(now=begins)
+        assert dropped == ([entry] if lost else [])
+        assert (batch is None) == lost
 
 
 def test_goodput_at_twice_the_capacity_is_that_at_capacity() -> None:
@@ -388,13 +410,13 @@ def test_time_that_answers_take_to_leave_comes_off_the_deadline() -> None:
     scheduler = make({(1, 16): 0.020}, reserve=0.002)
     admit(scheduler, 0.0)
     scheduler.start(now=0.0)
-    admit(scheduler, 0.0)  # ends at 40 of 50 ms
+    admit(scheduler, 0.0, deadline=0.06)  # ends at 40
     for now in (0.020, 0.040):
         for _ in range(20):
-            scheduler.learn_sending(0.020)
+            scheduler.margins.learn_sending(0.020)
         scheduler.finish(now=now)
         scheduler.start(now=now)
-    assert scheduler.reserve == pytest.approx(0.0125)  # a quarter of the SLA at most
+    assert scheduler.margins.reserve == pytest.approx(0.0125)  # a quarter of the SLA at most
     admit(scheduler, 0.050)
     scheduler.start(now=0.050)
     assert isinstance(scheduler.offer("late", now=0.050), Shed)  # 40 ms to run and 12.5 to leave

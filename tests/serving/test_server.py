@@ -444,11 +444,11 @@ def test_open_inference_protocol_by_hand(generative: Server) -> None:
     body = {"inputs": [{"name": "history", "shape": [1, 3], "datatype": "INT64", "data": [[1, 2, 3]]}], "parameters": {"top": 4}}  # fmt: skip
     scheduler = generative.service.first.scheduler
     assert scheduler is not None
-    scheduler._sent.clear()
+    scheduler.margins._sent.clear()
     status, _, found = post(url, body, path="/v2/models/tiny/infer")
     assert status == 200
     assert get(url, "/v2/models/tiny")[0] == 200  # what follows an answer has happened when the next one is there
-    wait_for(lambda: len(scheduler._sent) == 1)  # how long it took to leave is learned on this path too
+    wait_for(lambda: len(scheduler.margins._sent) == 1)  # how long it took to leave is learned on this path too
     outputs = {out["name"]: out for out in found["outputs"]}
     plain = post(url, {"history": [1, 2, 3], "top": 4})[2]
     assert outputs["items"]["data"] == plain["items"]

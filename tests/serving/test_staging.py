@@ -32,6 +32,22 @@ def test_arrays_arrive_as_they_are(device: str, inference: bool) -> None:
             assert tensor.cpu().numpy().dtype == array.dtype
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_are_kept_until_they_are_read(device: str) -> None:
+    """Whatever was sent and computed since; and their memory is used again."""
+    staging, draw = Staging(torch.device(device)), np.random.default_rng(0)
+    for rows in (5, 3000, 2, 700):
+        sent = [draw.normal(size=(rows, 3)).astype(np.float32) for _ in range(3)]
+        static, waiting = torch.zeros(rows, 3, device=device), []
+        for array in sent:
+            static.copy_(staging.send([array])[0])
+            waiting.append(staging.fetch(static))
+        for array, collect in zip(sent, waiting, strict=True):
+            assert np.array_equal(collect(), array)
+    assert len(staging._free) <= 6  # three at most at a time, small and large
+    assert (staging.seconds > 0) == (device != "cpu")
+
+
 def test_nothing_is_no_array() -> None:
     assert Staging(torch.device("cpu")).send([]) == []
 

@@ -217,7 +217,7 @@ class RemoteService(Arms):
             return
         ticket: Any = asked.ticket
         ticket.model = Arm(frame.name, frame.version, True, 0, asked.reader, {})
-        ticket.batch = Batch(Bucket(*frame.bucket), [None] * frame.batch, frame.started, 0.0)  # type: ignore[list-item]
+        ticket.batch = Batch(Bucket(*frame.bucket), [None] * frame.batch, frame.started, 0.0, frame.started)  # type: ignore[list-item]
         ticket.ended = frame.ended
         ticket.future.set_result(answer)
 

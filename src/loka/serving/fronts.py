@@ -222,7 +222,7 @@ class Process:
     def _learn(self, frame: link.Sent) -> None:
         scheduler = self.fronts.service.runners[frame.arm].scheduler
         for seconds in frame.seconds if scheduler is not None else ():
-            scheduler.learn_sending(seconds)
+            scheduler.margins.learn_sending(seconds)
 
     def _count(self, frame: link.Counted) -> None:
         self.fronts.service.telemetry.merge(frame.taken)

@@ -3,6 +3,10 @@
 Items are looked up in a sorted copy of the index, so that translating 3,000 of them takes microseconds; the result
 equals that of `loka.inference.Recommender`. The answer counts items of the history that were cut (beyond the model's
 context) or unknown (not in the index).
+
+Batches are not launched ahead (`Servable.run`), although the engine could: the host has 1 ms of 20, and two batches
+fill an SLA of 50 ms so tightly that handing the second one out earlier lowers the cap (8 instead of 12 requests of 512
+items in FP8, 485 a second instead of 527).
 """
 
 import hashlib

@@ -94,18 +94,19 @@ class Shed:
     retry_after: float
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Batch:
     """Requests that run together in one bucket.
 
     Args:
         bucket: the shape they run in.
         entries: the requests.
-        started: time at which the batch started.
-        expected: planned duration, in seconds.
+        started: time at which the batch was handed out.
+        expected: planned duration once it has begun, in seconds.
+        begun: time at which the engine began it; before that, when it is expected to.
 
     Example:
-        >>> Batch(Bucket(4, 16), [], started=0.0, expected=0.01).units
+        >>> Batch(Bucket(4, 16), [], started=0.0, expected=0.01, begun=0.0).units
         0
     """
 
@@ -113,6 +114,7 @@ class Batch:
     entries: list[Entry]
     started: float
     expected: float
+    begun: float
 
     @property
     def units(self) -> int:

@@ -89,8 +89,7 @@ class RankingModel:
         self.compiled = compiled
         self._call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.captures = 0
-        self.launches = self.graphs  # it says when the GPU is busy, see `Servable.run`
-        self.launched: Callable[[], object] = lambda: None
+        self.ahead = self.graphs  # see `Servable.run`
         self._made: dict[int, _Prepared] = {}
         self._staging = Staging(self.device)
         self.reader = RankReader(self.schema, self.rows[-1])
@@ -108,7 +107,9 @@ class RankingModel:
         with many:
             for rows in reversed(self.rows):
                 self._prepare(rows)
-                self.run(Bucket(rows, 0), self.example(Bucket(rows, 0)))
+                bucket, jobs = Bucket(rows, 0), self.example(Bucket(rows, 0))
+                for collect in [self.launch(bucket, jobs) for _ in range(2)]:  # memory for as many as will be in flight
+                    collect()
 
     def example(self, bucket: Bucket) -> list[Job]:
         """Return one request of random features that fills the bucket."""
@@ -129,15 +130,32 @@ class RankingModel:
         """Convert columns to arrays; an invalid field raises FieldError with its path."""
         return self.reader.rows.read(request)
 
+    @property
+    def device_seconds(self) -> float:
+        """Time that the GPU has spent on batches so far."""
+        return self._staging.seconds
+
     def run(self, bucket: Bucket, jobs: Sequence[Job]) -> Iterator[Ranked | NDArray[np.float32]]:
         """Score the rows of all jobs together. The best of a job are sorted out when its answer is taken."""
-        rows, _ = bucket
-        scores = self.score(rows, [job.data for job in jobs])
-        return map(self._finish, jobs, np.split(scores, np.cumsum([job.units for job in jobs])[:-1]))
+        return self.launch(bucket, jobs)()
 
-    @torch.inference_mode()
+    def launch(self, bucket: Bucket, jobs: Sequence[Job]) -> Callable[[], Iterator[Ranked | NDArray[np.float32]]]:
+        """Queue a batch on the GPU; return a function that waits for it and returns its answers.
+
+        One set of static tensors serves any number of batches in flight: the GPU does everything in order, so it fills
+        the tensors, runs the graph and copies the scores to the host before it begins the next batch. What the host
+        writes and reads belongs to one batch (loka.serving.staging).
+        """
+        scores = self._launch(bucket[0], [job.data for job in jobs])
+        ends = np.cumsum([job.units for job in jobs])[:-1]
+        return lambda: map(self._finish, jobs, np.split(scores(), ends))
+
     def score(self, size: int, parts: Sequence[Rows]) -> NDArray[np.float32]:
         """Return scores [rows, labels] of the parts, run in a bucket of `size` rows."""
+        return self._launch(size, parts)()
+
+    @torch.inference_mode()
+    def _launch(self, size: int, parts: Sequence[Rows]) -> Callable[[], NDArray[np.float32]]:
         made = self._prepare(size)
         used = sum(part.count for part in parts)
         self._fill(made, used, parts)
@@ -149,18 +167,14 @@ class RankingModel:
                 for s in self.schema.sequences
             }
             batch = Batch(batch.dense, batch.categorical, jagged, batch.labels, batch.group)
-        if made.graph is None:
-            # a copy: a model may return a part of its input, and answers are taken while the next batch is filled in
-            return self._call_linked(batch)[:used].to("cpu", copy=True).numpy()
-        made.graph.replay()
-        self.launched()
-        assert made.scores is not None  # set by _capture
-        return made.scores[:used].cpu().numpy()
+        if made.graph is not None:
+            made.graph.replay()
+        return self._staging.fetch((self._call_linked(batch) if made.scores is None else made.scores)[:used])
 
     def _fill(self, made: "_Prepared", used: int, parts: Sequence[Rows]) -> None:
         """Write the features of the parts to the static tensors of a bucket: one copy, and few launches of kernels.
 
-        The GPU idles during each, and under load every one of them waits for the lock of the interpreter.
+        Under load every one of them waits for the lock of the interpreter.
         """
         kinds = [name for name in ("dense", "categorical") if getattr(made.batch, name).shape[1]]
         joined = [join([getattr(part, name) for part in parts]) for name in kinds]

@@ -21,13 +21,46 @@ REHEARSALS = 5
 SHORT = 0.01  # longest time, in seconds, that an engine waits for a new model's run
 
 
+class Turn:
+    """Who may use an engine's device: the engine while batches are in flight, or a guest (`with turn:`).
+
+    A guest that waits goes first, once nothing is in flight: else a busy engine would never let it in, or it would be
+    timed with the batches before it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.held, self.guests = False, 0  # guests that wait
+
+    def take(self) -> None:
+        """Take the engine's turn, after all guests that wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.held and not self.guests)
+            self.held = True
+
+    def give(self) -> None:
+        """End a turn."""
+        with self._changed:
+            self.held = False
+            self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self.guests += 1
+            self._changed.wait_for(lambda: not self.held)
+            self.guests, self.held = self.guests - 1, True
+
+    def __exit__(self, *raised: object) -> None:
+        self.give()
+
+
 class Turns:
-    """Run a model that does not serve yet, taking turns with the engines that do, whose locks are `engines`.
+    """Run a model that does not serve yet, taking turns with the engines that do.
 
     No run may block the engines for more than `longest` seconds.
     """
 
-    def __init__(self, engines: Sequence[threading.Lock] = (), *, longest: float = SHORT) -> None:
+    def __init__(self, engines: Sequence[Turn] = (), *, longest: float = SHORT) -> None:
         self.engines, self.longest = engines, longest
         self._took: dict[Bucket, float] = {}
 

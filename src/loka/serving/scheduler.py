@@ -1,14 +1,20 @@
 """Deadline-aware batching and admission, as plain functions of a clock that the caller holds.
 
-A model runs one batch at a time, in one of a few prepared shapes (buckets of units x context length; a unit is a
-request of a generative model or a row of a ranker). Every request has a deadline, by default its arrival plus the SLA.
-The rules:
+A model runs one batch after another, each in one of a few prepared shapes (buckets of units x context length; a unit is
+a request of a generative model or a row of a ranker). Every request has a deadline, by default its arrival plus the
+SLA. The rules:
 
     idle        an idle engine runs waiting requests at once; it does not wait to fill a batch
+    ahead       a device that works through a queue of its own gets the next batch before the running one ends, so that it
+                does not wait while the host lays a batch out. The next batch is handed out when the running one has at
+                most `lead` left: twice the time of a layout, and at least a share `EARLY` of the SLA. Earlier would gain
+                nothing, and who is handed out can no longer be dropped, cancelled or overtaken. Plans count from when
+                the device is free:  now + max(layout, what is left of the batches that were handed out)
     order       earliest deadline first; there is one queue per context, and the one whose head is due first runs
     cap         a batch of context c holds at most `cap(c)` units, the most for which a request that arrives just after
                 its start still meets the SLA:
-                q(batch) + max(q(batch), q(smallest batch of any context)) <= SLA - reserve
+                ahead(batch) + q(batch) + max(q(batch), q(smallest batch of any context)) <= SLA - reserve
+                where ahead(batch) = min(lead, q(batch)), or 0 if batches are not handed out ahead
     size        the first bucket of the fastest way to clear the queue:  f(n) = min over buckets b of  q(b) + f(n - b),
                 f(0) = 0, so that a batch is padded only if that is cheaper than another batch. A smaller bucket if that
                 saves the head and makes no other request late. Free units are filled from queues of shorter contexts,
@@ -19,17 +25,17 @@ The rules:
     trial       an idle engine with an empty queue accepts a request that is in time at the median, or else one every
                 `TRIAL` SLAs whatever the learned times: otherwise one slow phase would shed requests forever
     drop        when a batch starts, requests that cannot finish in time even in the smallest bucket at its median time
-                are dropped, and so are those of the batch that would be late in it at its median time: after a moment
-                in which the machine stood still, answering them late would make all behind them late too
+                are dropped, and so are those of the batch that would be late in it at its median time, sending included:
+                after a moment in which the machine stood still, answering them late would make all behind them late too
     cancel      a cancelled request leaves its queue; one that is already running is finished
 
-q is a high quantile of the learned times (loka.serving.times). A batch that has run past its quantile is expected to
-take as long again as it is late, so requests that would wait for a hanging engine are shed. The reserve is learned too:
-the time between the end of a batch and the sending of its answers. Time never goes backwards: an earlier `now` counts
-as the latest one seen.
+q is a high quantile of the learned times (loka.serving.times), of a layout if that takes longer. A batch that has run
+past its quantile is expected to take as long again as it is late, so requests that would wait for a hanging engine are
+shed. The times around batches are learned too (loka.serving.margins): admission keeps the reserve and the drift free.
+Time never goes backwards: an earlier `now` counts as the latest one seen.
 
 There are no threads and no sleeping here, so that every rule can be tested on a virtual clock: the caller calls
-`offer`, `start`, `finish` and `cancel` with the current time.
+`offer`, `start`, `launched`, `finish` and `cancel` with the current time.
 """
 
 import bisect
@@ -39,15 +45,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from loka.serving.margins import MEDIAN, Margins
 from loka.serving.queues import Batch, Entry, Policy, Queues, Shed, fill
 from loka.serving.times import BatchTimes, Bucket
 
-MEDIAN = 0.5
 TRIAL = 10
-SENT = 256  # recent answers whose sending time is kept
-MOST = (
-    0.25  # largest reserve, as a share of the SLA: beyond it the machine is overloaded and more reserve does not help
-)
+EARLY = 0.05
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Scheduler:
         buckets: (units, context) shapes that the engine has prepared.
         policy: the SLA and how to plan for it.
         times: batch durations; every bucket must have some.
+        ahead: hand out the next batch before the running one ends.
 
     Example:
         >>> times = BatchTimes()
@@ -80,15 +84,14 @@ class Scheduler:
         >>> scheduler.finish(now=0.010)
     """
 
-    def __init__(self, buckets: Iterable[Bucket], *, policy: Policy, times: BatchTimes) -> None:
+    def __init__(self, buckets: Iterable[Bucket], *, policy: Policy, times: BatchTimes, ahead: bool = False) -> None:
         self.buckets = sorted({Bucket(*b) for b in buckets}, key=lambda b: (b.context, b.units))
         if not self.buckets:
             raise ValueError("a scheduler needs at least one bucket")
-        self.policy, self.times, self.reserve = policy, times, policy.reserve
-        self._sent: deque[float] = deque(maxlen=SENT)
+        self.policy, self.times, self.ahead, self.margins = policy, times, ahead, Margins(policy)
         self.sizes = {c: [b for b in self.buckets if b.context == c] for c in sorted({c for _, c in self.buckets})}
         self.contexts = list(self.sizes)
-        self.running: Batch | None = None
+        self.flying: deque[Batch] = deque()  # handed out and not ended, the running one first
         self._queues = Queues()
         self._lines: dict[int, _Line] = {}
         self._most = {context: sizes[-1].units for context, sizes in self.sizes.items()}
@@ -102,6 +105,16 @@ class Scheduler:
     def __len__(self) -> int:
         """Return the number of waiting requests."""
         return len(self._queues)
+
+    @property
+    def running(self) -> Batch | None:
+        """The batch that runs, or that is laid out for an idle engine."""
+        return self.flying[0] if self.flying else None
+
+    @property
+    def lead(self) -> float:
+        """Seconds before the end of a batch at which the next one is handed out, if `ahead`."""
+        return max(EARLY * self.policy.sla, 2 * self.margins.layout)
 
     def waiting(self) -> list[Entry]:
         """Return the waiting requests, earliest deadline first."""
@@ -152,18 +165,28 @@ class Scheduler:
             return True
         return False
 
+    def delay(self, *, now: float) -> float:
+        """Return the seconds until `start` may hand out a batch; infinity: not before one has ended."""
+        if not self.flying:
+            return 0.0
+        if not self.ahead or len(self.flying) > 1:
+            return math.inf
+        (batch,) = self.flying
+        return max(0.0, batch.begun + self.times.quantile(batch.bucket, MEDIAN) - self.lead - self._advance(now))
+
     def start(self, *, now: float) -> tuple[Batch | None, list[Entry]]:
-        """Return the batch to run now, if the engine is idle and requests wait, and the requests that were dropped."""
+        """Return the batch to hand out now, if it is time and requests wait, and the requests that were dropped."""
         now = self._advance(now)
-        if self.running is not None:
+        if self.delay(now=now) > 0:
             return None, []
-        dropped = self._drop(self._queues, now)
+        begin = self._next_begin(now)
+        dropped = self._drop(self._queues, begin + self.margins.leaving)
         self._lines.clear()
         for entry in dropped:
             entry.state = "dropped"
-        while (chosen := self._choose(self._queues, now)) is not None:
+        while (chosen := self._choose(self._queues, begin)) is not None:
             bucket, entries = chosen
-            end = now + self.times.quantile(bucket, MEDIAN)
+            end = begin + self.times.quantile(bucket, MEDIAN) + self.margins.leaving
             lost = [entry for entry in entries if end > entry.deadline and not entry.trial]
             if not lost:
                 break
@@ -176,27 +199,37 @@ class Scheduler:
         for entry in entries:
             self._queues.remove(entry)
             entry.state = "running"
-        self.running = Batch(bucket, entries, now, self._planned_time(bucket))
-        return self.running, dropped
+        self.flying.append(batch := Batch(bucket, entries, now, self._planned_time(bucket), begin))
+        return batch, dropped
+
+    def launched(self, *, now: float, since: float | None = None) -> None:
+        """Record that the batch that was handed out last is laid out and queued on its device.
+
+        The layout began at `since`, by default when the batch was handed out. If the host had to wait before, that
+        counts as time of the batch.
+        """
+        now, batch = self._advance(now), self.flying[-1]
+        laid = now - (batch.started if since is None else min(since, now))
+        self.margins.learn_layout(laid)
+        if batch is self.running:
+            batch.begun = batch.started + laid
 
     def finish(self, *, now: float, learn: bool = True) -> None:
         """Record that the running batch has ended; `learn=False` if it failed and its duration is meaningless."""
         now = self._advance(now)
-        if self.running is None:
+        if not self.flying:
             raise ValueError("no batch is running")
+        batch = self.flying.popleft()
+        if self.flying:
+            self.flying[0].begun = now
         if learn:
-            self.times.learn(self.running.bucket, now - self.running.started)
-            if self._sent:
-                usual = sorted(self._sent)[math.ceil(self.policy.quantile * len(self._sent)) - 1]
-                self.reserve = max(self.policy.reserve, min(usual + self.policy.reserve / 2, MOST * self.policy.sla))
+            took = max(0.0, now - batch.begun)
+            self.times.learn(batch.bucket, took)
+            self.margins.learn_batch(now, took - batch.expected)
+            self.margins.refresh()
             self._refresh()
-        for entry in self.running.entries:
+        for entry in batch.entries:
             entry.state = "done"
-        self.running = None
-
-    def learn_sending(self, seconds: float) -> None:
-        """Record how long after its batch an answer was sent. On a busy machine this exceeds any constant reserve."""
-        self._sent.append(seconds)
 
     def _make_entry(self, job: Any, units: int, context: int, arrived: float, deadline: float) -> Entry:
         self._count += 1
@@ -251,21 +284,22 @@ class Scheduler:
         return self._now
 
     def _planned_time(self, bucket: Bucket) -> float:
-        return self.times.quantile(bucket, self.policy.quantile)
+        return max(self.times.quantile(bucket, self.policy.quantile), self.margins.layout)
 
     def _refresh(self) -> None:
         """Update the buckets that the SLA allows for each context (at least the smallest), and `_first_buckets`."""
         least = max(self._planned_time(sizes[0]) for sizes in self.sizes.values())
         for context, sizes in self.sizes.items():
-            fitting = [
-                b
-                for b in sizes
-                if self._planned_time(b) + max(self._planned_time(b), least) <= self.policy.sla - self.reserve
-            ]
+            fitting = [b for b in sizes if self._worst_case(b, least) <= self.policy.sla - self.margins.reserve]
             self._caps[context] = sizes[: max(1, sizes.index(fitting[-1]) + 1 if fitting else 1)]
             self._first_buckets[context] = self._find_first_buckets(self._caps[context])
         self._lines.clear()
         self._full.clear()
+
+    def _worst_case(self, bucket: Bucket, least: float) -> float:
+        """Return the seconds of a request that just missed a batch of this bucket, if the next one is of its size."""
+        takes = self._planned_time(bucket)
+        return (min(self.lead, takes) if self.ahead else 0.0) + takes + max(takes, least)
 
     def _find_first_buckets(self, sizes: list[Bucket]) -> list[Bucket]:
         """Return the bucket to run first if 1, 2, ... times the smallest bucket's units wait; the larger at a tie."""
@@ -285,7 +319,7 @@ class Scheduler:
 
     def _check_admission(self, entry: Entry, now: float) -> Shed | None:
         end, late = self._predict(entry, now)
-        limit = entry.deadline - self.reserve
+        limit = entry.deadline - self.margins.admission
         if end > limit:
             return None if self._allow_trial(entry, now, limit) else Shed("late", end - limit)
         if late:
@@ -299,22 +333,22 @@ class Scheduler:
         that of `_simulate`, at once.
         """
         alone = all(context == entry.context for context, waiting in self._queues.by_context.items() if waiting)
-        if self.running is None or not alone:
+        if not self.flying or not alone:
             end, late = self._simulate(self._queues, entry, now)
             return end, late and max(0, late - self._simulate(self._queues, None, now)[1])
         line, waiting = self._line(entry.context), self._queues.by_context.get(entry.context, [])
-        place, free = self._place(waiting, entry), now + self._remaining(now)
+        place, free = self._place(waiting, entry), self._next_begin(now)
         behind = self._walk(line, place, [entry, *waiting[place:]]).seconds
         more = 0
         for other, before, after in zip(waiting[place:], line.seconds[place:], behind[1:], strict=True):
-            limit = other.deadline - self.reserve
+            limit = other.deadline - self.margins.admission
             more += (free + after > limit) - (free + before > limit)
         return free + behind[0], max(0, more)
 
     def _allow_trial(self, entry: Entry, now: float, limit: float) -> bool:
-        if self.running is not None or len(self._queues):
+        if self.flying or len(self._queues):
             return False
-        if now + self.times.quantile(self._smallest_bucket(entry), MEDIAN) <= limit:
+        if self._next_begin(now) + self.times.quantile(self._smallest_bucket(entry), MEDIAN) <= limit:
             return True
         if now - self._tried < TRIAL * self.policy.sla:
             return False
@@ -329,9 +363,14 @@ class Scheduler:
 
     def _remaining(self, now: float) -> float:
         """Return the seconds until the engine is free; a late batch is expected to take as long again as it is late."""
-        if self.running is None:
+        if not self.flying:
             return 0.0
-        return abs(self.running.expected - (now - self.running.started))
+        first, *others = self.flying
+        return abs(first.expected - (now - first.begun)) + sum(batch.expected for batch in others)
+
+    def _next_begin(self, now: float) -> float:
+        """Return when the engine can begin a batch that is handed out now, or as soon as that is allowed."""
+        return now + max(self.margins.layout, self._remaining(now))
 
     def _simulate(self, queues: Queues, newcomer: Entry | None, at: float, *, begun: bool = False) -> tuple[float, int]:
         """Simulate the queues; return when the newcomer ends and how many requests are late.
@@ -342,7 +381,9 @@ class Scheduler:
         if newcomer is not None:
             queues.remove(newcomer)
             queues.add(newcomer)
-        at, starts_now = at + self._remaining(at), self.running is None and not begun
+        if not begun:
+            at = self._next_begin(at)
+        starts_now = not self.flying and not begun
         end, late = math.inf, 0
         while (head := queues.first()) is not None:
             full = self._buckets_for(head)[-1]
@@ -351,7 +392,7 @@ class Scheduler:
             starts_now = False
             for entry in entries:
                 queues.remove(entry)
-                late += at > entry.deadline - self.reserve
+                late += at > entry.deadline - self.margins.admission
                 if entry is newcomer:
                     end = at
         return end, late
@@ -378,7 +419,7 @@ class Scheduler:
         head = queues.first()
         if head is None:
             return None
-        left = head.deadline - self.reserve - now
+        left = head.deadline - self.margins.reserve - now
         wanted = self._first_bucket(queues, head)
         chosen = self._gather(queues, head, wanted)
         if self._planned_time(chosen[0]) > left:
@@ -389,11 +430,11 @@ class Scheduler:
         return chosen
 
     def _count_late(self, queues: Queues, chosen: tuple[Bucket, list[Entry]], now: float) -> int:
-        """Return how many requests would be late if this batch ran now."""
+        """Return how many requests would be late if this batch began now."""
         rest, end = queues.copy(), now + self._planned_time(chosen[0])
         for entry in chosen[1]:
             rest.remove(entry)
-        own = sum(end > entry.deadline - self.reserve for entry in chosen[1])
+        own = sum(end > entry.deadline - self.margins.reserve for entry in chosen[1])
         return own + self._simulate(rest, None, end, begun=True)[1]
 
     def _gather(self, queues: Queues, head: Entry, bucket: Bucket) -> tuple[Bucket, list[Entry]]:

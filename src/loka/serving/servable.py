@@ -179,9 +179,12 @@ class Servable(Protocol):
         """Run one batch; return one answer per job, a msgspec struct with a property `empty`.
 
         The server takes the answers while the engine runs the next batch. Work that needs no engine, such as sorting
-        scores, is best done then: return an iterator (`map`) that does it. A model with a true attribute `launches`
-        calls its attribute `launched`, which the server sets, once its device is busy with the batch: the answers of
-        the batch before are taken then.
+        scores, is best done then: return an iterator (`map`) that does it.
+
+        A model whose device works through a queue of its own may have a true attribute `ahead` and a method
+        `launch(bucket, jobs)`, which queues the batch and returns a function that waits for it and returns the answers.
+        `launch` is then called while the batch before still runs. The functions are called in the same thread, each
+        once, in the order of the launches; two batches are in flight at most.
         """
         ...
 
