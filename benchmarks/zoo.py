@@ -466,10 +466,12 @@ def main():
         case(*a.case.split("/"), a.barrier, a.out)
         return
     work, began, procs = Path(tempfile.mkdtemp()), time.time(), {}
-    for c in [f"{m}/{k}/{w}" for m in a.models.split(",") for k in a.modes.split(",") for w in a.ways.split(",")]:
+    cases = [f"{m}/{k}/{w}" for m in a.models.split(",") for k in a.modes.split(",") for w in a.ways.split(",")]
+    threads = str(max(2, (os.cpu_count() or 2) // len(cases)))
+    for c in cases:
         key = c.replace("/", "_")
         log = (work / f"{key}.log").open("w")
-        env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2", PLANS: a.plans}
+        env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": threads, PLANS: a.plans}
         command = [
             sys.executable,
             __file__,
