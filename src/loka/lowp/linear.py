@@ -44,7 +44,8 @@ class Linear(nn.Linear):
         in_features: as for nn.Linear, and so are the others; do not call the constructor.
 
     Example:
-        >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(recipe_named("rowwise").fprop))
+        >>> from loka.lowp.binding import LinearBinding
+        >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(loka.dispatch.recipe_named("rowwise").fprop))
     """
 
     binding: LinearBinding

@@ -31,7 +31,7 @@ class Curve(Callback):
     """Collects the log lines of the whole run, including parts before a resume.
 
     Example:
-        >>> Trainer(model, data, callbacks=[curve := Curve()]).fit()
+        >>> Trainer(model, data, TrainConfig(steps=5, batch_size=64), callbacks=[curve := Curve()]).fit()
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Progress(Callback):
         console: where to draw it; None: on stderr.
 
     Example:
-        >>> Trainer(model, data, callbacks=[Progress()]).fit()
+        >>> Trainer(model, data, TrainConfig(steps=5, batch_size=64), callbacks=[Progress()]).fit()
     """
 
     def __init__(self, console: Console | None = None) -> None:
