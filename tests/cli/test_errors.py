@@ -309,6 +309,9 @@ def test_results_that_could_not_be_written_are_not_computed(words: tuple[str, ..
         ("generate", "--train", "1", "--out"),
         ("quantize", f"{HERE}:factory", "--out", "q.safetensors", "--export"),
         ("convert", f"{HERE}:factory", "--recipe", "rowwise", "--out"),
+        ("tune", "nosuch", "--train-steps", "1", "--out"),
+        ("train", "--model", "nosuch", "--out"),
+        ("demo", "--size", "nosuch", "--out"),
     ],
     ids=lambda words: words[0],
 )

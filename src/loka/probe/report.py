@@ -166,7 +166,7 @@ class Report:
             lines.append(f"{gemm}: {_spell_counts(counts)}; speed: {_spell_counts(speeds)}")
         for source, ratio in self.compare_sources().items():
             lines.append(
-                f"MERE on {source} over MERE on N(0, 1): geometric mean {ratio.mean:.3f}, "
+                f"forward error (MERE) on {source} as a multiple of that on N(0, 1): geometric mean {ratio.mean:.3f}, "
                 f"largest {ratio.largest:.3f} ({ratio.where}), {ratio.count} candidates"
             )
         lines += self._describe_gaps()
