@@ -58,11 +58,11 @@ def test_show(db: Path) -> None:
 
 
 def test_a_filter_that_matches_nothing_says_what_there_is(db: Path, tmp_path: Path) -> None:
-    shown = runner.invoke(app, ["db", "show", "--db", str(db), "--op", "nosuch", "--device", "NVIDIA H200"])
+    shown = runner.invoke(app, ["db", "show", "--db", str(db), "--op", "nosuch", "--device", "NVIDIA H200"], obj={})
     assert shown.exit_code == 0
     assert shown.stderr == "--op nosuch: the rows have linear\n"
     Database.open(tmp_path / "empty.sqlite").close()
-    shown = runner.invoke(app, ["db", "show", "--db", str(tmp_path / "empty.sqlite"), "--op", "linear"])
+    shown = runner.invoke(app, ["db", "show", "--db", str(tmp_path / "empty.sqlite"), "--op", "linear"], obj={})
     assert "loka db show --shipped" in shown.stderr
     assert "0 of 0 matching rows; the database has 0" in shown.stdout
 
