@@ -1,7 +1,7 @@
-"""The examples in the docstrings of exported names: what they are, and a small world to run them in.
+"""The examples in the docstrings of exported names and in pages of the manual: how they are found, checked and run.
 
-An example may use the names of its room, those of `loka`, a few of torch's, and the stand-ins below, which are what a
-reader has at hand: a model, batches, a plan, a report. Other rooms' names are written out (`loka.dispatch.recipe_named`).
+An example may use the names of its room, those of `loka`, a few of torch's, and stand-ins, which are what a
+reader has at hand (test_doc_examples.py): a model, batches, a plan, a report. Other rooms' names are written out (`loka.dispatch.recipe_named`).
 """
 
 import ast
@@ -50,6 +50,14 @@ def documented() -> Iterator[Documented]:
                 yield Documented(f"{room}.{name}", room, tuple(lines))
 
 
+def blocks_of(page: Path) -> Iterator[Documented]:
+    """The Python of a page of the manual, block by block."""
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
+        with contextlib.suppress(SyntaxError):  # signatures, as in the page about kernels
+            ast.parse(block)
+            yield Documented(f"{page.name} {number}", "loka", (doctest.Example(block, ""),))
+
+
 def names_for(room: str) -> dict[str, Any]:
     """What an example of this room may use without saying where it is from, stand-ins aside."""
     import torch
@@ -65,7 +73,17 @@ def names_for(room: str) -> dict[str, Any]:
 def wrong_calls(example: Documented) -> list[str]:
     """Calls whose arguments do not fit the signature, as far as what is called is known without running the example."""
     names, wrong = names_for(example.room), []
-    for node in ast.walk(ast.parse("".join(line.source for line in example.lines))):
+    parsed = ast.parse("".join(line.source for line in example.lines))
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            try:
+                exec(ast.unparse(node), names)
+            except ModuleNotFoundError as error:  # an optional library; loka's own modules are there
+                if (error.name or "").startswith("loka"):
+                    wrong.append(str(error))
+            except ImportError as error:
+                wrong.append(str(error))
+    for node in ast.walk(parsed):
         if not isinstance(node, ast.Call) or not re.fullmatch(r"[\w.]+", ast.unparse(node.func)):
             continue
         try:

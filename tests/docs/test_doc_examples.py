@@ -1,4 +1,4 @@
-"""The examples in docstrings run, show what comes out, and call things with arguments they have."""
+"""The examples in docstrings and the Python of the manual run, show what comes out, and call things with arguments they have."""
 
 import copy
 import doctest
@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import loka
-from docs.doc_examples import Documented, documented, run, wrong_calls
+from docs.doc_examples import Documented, blocks_of, documented, run, wrong_calls
 from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.serving.times import Bucket
 
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = list(documented())
 RANKS = "needs several ranks"
 GPU = "needs a GPU"
@@ -198,6 +199,34 @@ def test_it_runs_and_says_so(example: Documented, world: dict[str, Any]) -> None
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each.name)
 def test_its_calls_have_these_arguments(example: Documented) -> None:
     assert wrong_calls(example) == []
+
+
+MANUAL = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+# Pages whose Python is run, block after block, with what their text assumes.
+RUN_PAGES = {
+    "README.md": "",
+    "docs/index.md": "",
+    "docs/guides/quantize.md": "batches = [batch]; per_example_losses = lambda model: loss(model(batch), labels).flatten()",
+    "docs/concepts/norms.md": "w = b = torch.ones(64); scale = gradient_scale = torch.tensor(0.01); dy = x; amax, gradient_amax = torch.zeros(2)",
+    "docs/concepts/chains.md": "quantized = loka.formats.quantize; x = w = quantized(x, loka.Spec.parse('e4m3:tensor')); scale = torch.tensor(0.1); bias = torch.zeros(64)",
+    "docs/concepts/score.md": "layer, dy, loss = nn.Linear(64, 64), x / 64, torch.tensor(0.5)",
+}
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_the_python_of_a_page_runs(page: str, world: dict[str, Any], shared: dict[str, Any]) -> None:
+    names = world | {"torch": torch, "nn": nn, "loka": loka, "labels": shared["labels"], "make_model": Ranker}
+    names["batches"] = [(x, (x[:, :1] > 0).float()) for x in (world["x"], world["x"].flip(0))]
+    exec(RUN_PAGES[page], names)
+    for block in blocks_of(MANUAL[page]):
+        if page == "docs/guides/quantize.md":  # every block quantizes a model of its own
+            names["model"] = copy.deepcopy(shared["model"])
+        exec(compile(block.lines[0].source, block.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", MANUAL)
+def test_calls_in_pages_have_these_arguments(page: str) -> None:
+    assert {block.name: wrong for block in blocks_of(MANUAL[page]) if (wrong := wrong_calls(block))} == {}
 
 
 def test_what_is_not_run_is_an_example() -> None:
