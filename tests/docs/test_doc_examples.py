@@ -84,7 +84,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         probe.step()
     report = probe.evaluate()
     folder = tmp_path_factory.mktemp("examples")
-    report.to_json(folder / "probe.json")
+    report.save(folder / "probe.json")
     plan = report.plan(recipe="rowwise", min_speedup=None)
     plan.save(folder / "plan.json")
     data = loka.data.load("synthetic", rows=256)
@@ -206,6 +206,7 @@ MANUAL = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *so
 RUN_PAGES = {
     "README.md": "",
     "docs/index.md": "",
+    "docs/mods.md": "",
     "docs/guides/quantize.md": "batches = [batch]; per_example_losses = lambda model: loss(model(batch), labels).flatten()",
     "docs/concepts/norms.md": "w = b = torch.ones(64); scale = gradient_scale = torch.tensor(0.01); dy = x; amax, gradient_amax = torch.zeros(2)",
     "docs/concepts/chains.md": "quantized = loka.formats.quantize; x = w = quantized(x, loka.Spec.parse('e4m3:tensor')); scale = torch.tensor(0.1); bias = torch.zeros(64)",
