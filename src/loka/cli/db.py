@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file
+
 if TYPE_CHECKING:
     from loka.dispatch import Database
     from loka.records.performance import Origin, PerformanceRow
@@ -160,8 +162,10 @@ def export(
 ) -> None:
     """Write rows to a JSON file that `loka db merge` reads."""
     from loka.dispatch import Database
+    from loka.dispatch.database import default_path
     from loka.records import to_json, write_atomically
 
+    check_file("--out", out, [db or default_path()])
     with Database.open(db, create=False) as database:
         record = database.export(**_filters(op=op, backend=backend, device=device))
     write_atomically(out, to_json(record) + b"\n")

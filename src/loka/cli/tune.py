@@ -75,9 +75,9 @@ def tune(
     import torch
 
     from loka import records
-    from loka.cli.convert import load_weights_from
+    from loka.cli.convert import load_weights_from, say_if_untrained
     from loka.cli.demo import Lines
-    from loka.cli.subject import load_subject, split_name
+    from loka.cli.subject import load_subject
     from loka.cli.train import parse_options
     from loka.tuning import tune as run
 
@@ -92,10 +92,8 @@ def tune(
         model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_),
         data_options=parse_options(data_option),
     )  # fmt: skip
-    if checkpoint is None and not train_steps and split_name(model)[0] is not None:
-        typer.echo(
-            f"{model} has random weights, of which tune says little; hint: --train-steps 200, or --checkpoint", err=True
-        )
+    if not train_steps:
+        say_if_untrained(model, checkpoint, "--train-steps 200, or --checkpoint FOLDER")
     if checkpoint is not None:
         load_weights_from(subject.model, checkpoint, "--checkpoint")
     talk = None if sys.stderr.isatty() else Lines()  # None: tune shows a bar in a terminal
