@@ -40,7 +40,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     for family in a.families.split(","):
         report = watch(family, a)
-        report.to_json(a.out / f"learned_{family}.json")
+        report.save(a.out / f"learned_{family}.json")
         print("\n".join(report.summary()), flush=True)
 
 

@@ -36,6 +36,15 @@ def touched() -> list[str]:
     return run(code).splitlines()
 
 
+def test_every_room_is_an_attribute() -> None:
+    """All but the command line: `loka.comms` works after `import loka`, and completion offers it."""
+    code = (
+        "import pkgutil, loka\nrooms = {found.name for found in pkgutil.iter_modules(loka.__path__) if found.ispkg}\n"
+        "print(sorted(rooms - set(dir(loka))))"
+    )
+    assert run(code) == "['cli']"
+
+
 def test_the_public_names_start_no_cuda(touched: list[str]) -> None:
     assert touched[1] == "False"
 

@@ -56,6 +56,13 @@ def test_the_readme_maps_the_tree() -> None:
     assert mapped == on_disk, f"only in README: {sorted(mapped - on_disk)}; only on disk: {sorted(on_disk - mapped)}"
 
 
+def test_contributing_says_what_belongs_into_every_room() -> None:
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {
+        name.strip("/") for name in rooms_on_disk()
+    }
+
+
 def test_paths_the_readme_names_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):

@@ -52,8 +52,8 @@ _HOMES = {
     "Tuned": "loka.tuning",
 }
 _ROOMS = (
-    "data", "dispatch", "exporting", "formats", "inference", "integrations", "kernels", "lowp", "measure", "metrics", "models", "mods",
-    "nn", "placing", "probe", "ptq", "records", "report", "semantic_ids", "serving", "training", "tuning", "units",
+    "comms", "data", "demo", "dispatch", "exporting", "formats", "inference", "integrations", "kernels", "lowp",
+    "measure", "metrics", "models", "mods", "nn", "placing", "probe", "ptq", "records", "report", "semantic_ids", "serving", "training", "tuning", "units",
 )  # fmt: skip
 
 __all__ = [*_HOMES, "__version__"]

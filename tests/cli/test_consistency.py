@@ -37,6 +37,13 @@ def test_every_command_has_help_and_json(name: str, command: typer.core.TyperCom
     assert silent == [], f"loka {name}: no help for {silent}"
 
 
+def test_options_of_data_have_one_name() -> None:
+    """Where the data are is said in the same words by every verb that reads some."""
+    names = {"root": "--data-root", "data_root": "--data-root", "source": "--source"}
+    found = {(p.name, *p.opts) for _, command in leaves() for p in command.params if p.name in names}
+    assert found == {(name, option) for name, option in names.items() if name != "root"} | {("root", "--data-root")}
+
+
 @pytest.mark.parametrize("verb", list(cli.VERBS))
 def test_help_has_the_usage_and_the_examples(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -50,11 +50,21 @@ def test_show(db: Path) -> None:
     code, text = run("db", "show", "--db", db)
     assert code == 0
     assert "fprop e4m3:row @ e4m3:row fast, weights dynamic" in text
-    assert "2 of 2 rows, 2 in all" in text
+    assert "2 of 2 matching rows; the database has 2" in text
     assert "machine: NVIDIA H200, driver 580, torch 2.11.0" in text
     code, text = run("db", "show", "--db", db, "--backend", "triton", "--json")
     (found,) = json.loads(text)
     assert (found["backend"], found["origin"]["device"]) == ("triton", "NVIDIA H200")
+
+
+def test_a_filter_that_matches_nothing_says_what_there_is(db: Path, tmp_path: Path) -> None:
+    shown = runner.invoke(app, ["db", "show", "--db", str(db), "--op", "nosuch", "--device", "NVIDIA H200"], obj={})
+    assert shown.exit_code == 0
+    assert shown.stderr == "--op nosuch: the rows have linear\n"
+    Database.open(tmp_path / "empty.sqlite").close()
+    shown = runner.invoke(app, ["db", "show", "--db", str(tmp_path / "empty.sqlite"), "--op", "linear"], obj={})
+    assert "loka db show --shipped" in shown.stderr
+    assert "0 of 0 matching rows; the database has 0" in shown.stdout
 
 
 def test_merge_takes_exports_benchmarks_and_databases(db: Path, tmp_path: Path) -> None:

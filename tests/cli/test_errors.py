@@ -127,12 +127,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     )
 
 
-def test_a_place_that_cannot_be_written_is_no_internal_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    words = ("mods", "apply", "--model", f"{HERE}:factory", "--data", f"{HERE}:batches", "--mods", "no_bias", "--out")
-    assert fail(*words, tmp_path / "file" / "mods.json").startswith(f"error: {tmp_path}/file")
-
-
 @pytest.mark.parametrize(
     ("words", "speakers"),
     [
@@ -265,7 +259,7 @@ def test_options_are_named_as_they_were_typed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tensors")
     assert f"error: --checkpoint {tmp_path}/none: " in fail(*tune, "--checkpoint", tmp_path / "none")
     assert f"error: --checkpoint {tmp_path}/text: not a safetensors file" in fail(*tune, "--checkpoint", tmp_path / "text")  # fmt: skip
-    text = fail("simulate", "--forward", 4, "--backward", 8, "--gpus", "8,many")
+    text = fail("simulate", "--forward", 4, "--backward", 8, "--dense", 1, "--gpus", "8,many")
     assert "error: --gpus '8,many': expected whole numbers with commas between them" in text
 
 
@@ -291,6 +285,11 @@ def test_a_load_test_that_cannot_be_sent_says_what_is_wrong_with_it(tmp_path: Pa
         ("analyze", "wukong:tiny", "--out"),
         ("bench", "kernels", "--device", "cpu", "--out"),
         ("quantize", f"{HERE}:factory", "--out"),
+        ("mods", "apply", "--model", f"{HERE}:factory", "--data", f"{HERE}:batches", "--mods", "no_bias", "--out"),
+        ("plan", "nosuch.json", "--out"),
+        ("translate", "nosuch.json", "torchao", "--out"),
+        ("report", "nosuch", "--out"),
+        ("db", "export", "--out"),
     ],
     ids=lambda words: " ".join((words[0], words[-1])),
 )
@@ -309,6 +308,9 @@ def test_results_that_could_not_be_written_are_not_computed(words: tuple[str, ..
         ("generate", "--train", "1", "--out"),
         ("quantize", f"{HERE}:factory", "--out", "q.safetensors", "--export"),
         ("convert", f"{HERE}:factory", "--recipe", "rowwise", "--out"),
+        ("tune", "nosuch", "--train-steps", "1", "--out"),
+        ("train", "--model", "nosuch", "--out"),
+        ("demo", "--size", "nosuch", "--out"),
     ],
     ids=lambda words: words[0],
 )
@@ -316,6 +318,40 @@ def test_folders_that_could_not_be_made_are_refused_before_the_work(words: tuple
     (tmp_path / "file").write_text("x")
     assert f"{words[-1]} {tmp_path}/file: is a file, expected a folder" in fail(*words, tmp_path / "file")
     assert f"{words[-1]} {tmp_path}/file/a: {tmp_path}/file cannot be written" in fail(*words, tmp_path / "file" / "a")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "IN", "--out", "IN"),
+        ("translate", "IN", "torchao", "--out", "IN"),
+        ("report", "IN", "--out", "IN"),
+        ("report", "FOLDER", "--out", "IN"),
+        ("report", "FOLDER", "elsewhere", "--out", "IN"),
+        ("report", "elsewhere", "--add", "IN", "--out", "IN"),
+        ("ab", "IN", "other.jsonl", "--out", "IN"),
+        ("load", "http://127.0.0.1:9", "--model", "m", "--requests", "IN", "--out", "IN"),
+        ("db", "export", "--db", "IN", "--out", "IN"),
+        ("convert", f"{HERE}:factory", "--recipe", "rowwise", "--weights", "IN", "--out", "FOLDER"),
+        ("convert", f"{HERE}:factory", "--recipe", "rowwise", "--weights", "FOLDER", "--out", "FOLDER"),
+        ("quantize", "FOLDER", "--out", "FOLDER"),
+        ("quantize", f"{HERE}:factory", "--weights", "x.safetensors", "--out", "x.safetensors"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_read_is_not_replaced(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "bundle.json").write_text("{}")
+    source = tmp_path / "in.json"
+    source.write_text("{}")
+    given = [str({"IN": source, "FOLDER": tmp_path}.get(word, word)) for word in words]
+    assert f"{words[-2]} {given[-1]}: would replace what this command reads" in fail(*given)
+    assert source.read_text() == "{}"
+
+
+def test_generate_keeps_a_model_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "bundle.json").write_text("{}")
+    assert f"--out {tmp_path}: holds a model already" in fail("generate", "--train", 1, "--out", tmp_path)
+    assert "--from a writes nothing" in fail("generate", "--from", "a", "--out", tmp_path)
 
 
 @pytest.mark.parametrize("option", ["layers=x", "layers=2.5", "top=3", "style=1", "bias=7"])

@@ -89,7 +89,7 @@ NOT_RUN = {
     "loka demo": LONG,
     "loka demo --out runs/mine --steps 800 --seed 3": LONG,
     "loka data get ml-1m": NETWORK,
-    "loka data get criteo --from ~/criteo": "needs files of Criteo",
+    "loka data get criteo --source ~/criteo": "needs files of Criteo",
     "loka data get complete-journey --kind ranking --set size=full": "as a test below, without building it",
     "loka data info ml-1m --verify": "needs the download",
     "loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json --resume": "as without --resume, which is run; tests of the verb resume one that was cut",

@@ -26,7 +26,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model(torch.randn(64, 32)).square().sum().backward()
     watching.step()
     path = tmp_path_factory.mktemp("plan") / "probe.json"
-    watching.evaluate(["tensorwise", "rowwise"], samples=2).to_json(path)
+    watching.evaluate(["tensorwise", "rowwise"], samples=2).save(path)
     return path
 
 

@@ -1,8 +1,12 @@
 """The command line: help is quick and complete, errors are one message, exit codes mean what the house says."""
 
+import errno
+import io
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
@@ -111,3 +115,47 @@ def test_after_ctrl_c_only_what_is_true_is_promised(
         cli.main([verb])
     assert end.value.code == 130
     assert ("run the same command again" in capsys.readouterr().err) == again
+
+
+def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command that takes options, with the words that call it."""
+    if not hasattr(command, "commands"):
+        yield words, command
+        return
+    for name, verb in command.commands.items():
+        yield from leaves(verb, (*words, name))
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_help_cuts_no_word_off(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words, command in leaves(typer.main.get_command(cli.app)):
+        with pytest.raises(SystemExit):
+            cli.main([*words, "--help"])
+        text = capsys.readouterr().out
+        missing = [name for option in command.params for name in option.opts if name not in text]
+        assert not missing, f"{' '.join(words)} at {columns} columns does not show {missing}"
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text
+        if columns < cli.WIDE and len(words) == 1:  # the examples of a group are in the group's help
+            assert all(line in text for line, _ in cli.examples_of(words[0]))  # in one line, to be copied
+
+
+def test_a_closed_pipe_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+
+    @app.callback()
+    def start() -> None:
+        """A group."""
+
+    @app.command()
+    def talk() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # typer puts a wrapper in its place
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with pytest.raises(SystemExit) as end:
+        cli.main(["talk"])
+    assert end.value.code == 141

@@ -14,8 +14,8 @@ def test_every_line_says_simulated_and_a_codec_is_named() -> None:
     done = CliRunner().invoke(app, ASK, obj={})
     assert done.exit_code == 0
     assert done.stdout.count("simulated:") == 6
-    assert "pays: bf16" in done.stdout
-    assert "pays: e4m3:1x128:pow2" in done.stdout
+    assert "best: bf16" in done.stdout
+    assert "best: e4m3:1x128:pow2" in done.stdout
     assert "not a measurement" in done.stderr
 
 
@@ -38,3 +38,9 @@ def test_amounts_that_are_no_finite_number_are_named(option: str, value: str) ->
     done = CliRunner().invoke(app, [*ASK, option, value], obj={})
     assert isinstance(done.exception, ValueError)
     assert f"{option} {float(value):g}: expected a finite number, 0 or more" in str(done.exception)
+
+
+def test_a_step_without_communication_compares_no_codecs() -> None:
+    done = CliRunner().invoke(app, [*ASK[:5], "--gpus", "8"], obj={})
+    assert isinstance(done.exception, ValueError)
+    assert "expected --dense, --embeddings or both" in str(done.exception)

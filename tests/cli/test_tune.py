@@ -68,6 +68,17 @@ def test_what_is_tuned_for_serving_is_served(tmp_path: Path) -> None:
     assert open_model(out / "ranker").buckets
 
 
+def test_initial_weights_are_named_at_once(tmp_path: Path) -> None:
+    """A built-in model without --train-steps and --checkpoint; an own factory may load its weights itself."""
+    words = ["tune", "dlrm:tiny", "--data", "synthetic", "--device", "cpu", "--batch-size", "128", "--batches", "2"]
+    done = CliRunner().invoke(app, [*words, "--margin", "0.5", "--out", str(tmp_path / "random")], obj={})
+    assert done.stderr.startswith("note: dlrm:tiny has its initial weights")
+    words = ["tune", f"{HERE}:factory", "--data", f"{HERE}:batches", "--batch-size", "32"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "own")], obj={})
+    assert done.exit_code in (0, 1)
+    assert "initial weights" not in done.stderr
+
+
 def test_data_options_reach_the_data(tmp_path: Path) -> None:
     words = ["tune", f"{HERE}:factory", "--data", f"{HERE}:batches", "--data-option", "rows=9", "--out", str(tmp_path)]
     refused = CliRunner().invoke(app, words, obj={})

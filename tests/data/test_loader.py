@@ -25,7 +25,7 @@ def test_unknown_names_and_options_list_the_known_ones(tmp_path: Path) -> None:
 def test_missing_raw_files_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"loka data get ml-1m`.*source=FOLDER.*grouplens"):
         load("ml-1m", root=tmp_path)
-    with pytest.raises(DataError, match="--from FOLDER"):
+    with pytest.raises(DataError, match="--source FOLDER"):
         load("criteo", root=tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         load("ml-1m", root=tmp_path, source=tmp_path / "nowhere")

@@ -116,9 +116,8 @@ def test_every_page_is_in_the_navigation() -> None:
 COMMANDS = [
     (page, line.strip())
     for page in PAGES
-    if page.is_relative_to(ROOT / "docs")
     for line in re.sub(r"\\\n +", "", page.read_text(encoding="utf-8")).splitlines()
-    if re.match(r"(    )?(loka |torchrun .*-m loka )", line) and "..." not in line
+    if re.match(r" {0,6}(loka |torchrun .*-m loka )", line) and "..." not in line
 ]
 
 

@@ -232,7 +232,7 @@ def test_report_saves_and_loads(small: Small, tmp_path: object) -> None:
     train(small, batches(2), probe)
     report = probe.evaluate(samples=2)
     path = f"{tmp_path}/probe.json"
-    report.to_json(path)
+    report.save(path)
     assert Report.load(path).record == report.record
     with pytest.raises(ValueError, match="no site 'nowhere'"):
         report.site("nowhere")

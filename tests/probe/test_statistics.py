@@ -58,6 +58,12 @@ def test_quantiles_are_within_an_eighth_of_an_octave(values: torch.Tensor) -> No
         assert abs(seen / exact - 1) < 1 / 8
 
 
+def test_no_quantile_exceeds_the_largest_value() -> None:
+    found = collect(torch.full((4, 8), 1.01)).finish("x")  # at the beginning of its bin
+    assert found is not None
+    assert found.abs_p99 == found.abs_p999 == found.absmax
+
+
 def test_histogram_counts_powers_of_two() -> None:
     found = collect(torch.tensor([[1.0, 1.999, 2.0, 0.25, -0.3, 0.0]])).finish("x")
     assert found is not None

@@ -68,10 +68,30 @@ def test_progress_shows_loss_ne_speed_and_validation():
     from rich.console import Console
 
     out = io.StringIO()
-    run([Progress(Console(file=out, width=160, force_terminal=True))])
+    run([Progress(Console(file=out, width=80, force_terminal=True))])
     text = out.getvalue()
     for part in ("loss 0.", "NE ", "ex/s", "valid ne", "4/4"):
         assert part in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text  # nothing is cut off
+
+
+def test_a_log_gets_a_line_while_the_run_goes_on():
+    """A bar that is drawn at the end only would leave the log of a long run empty."""
+    from rich.console import Console
+
+    class Seen(Progress):
+        def on_step_end(self, trainer, log):
+            super().on_step_end(trainer, log)
+            after.append(out.getvalue().count("\n"))
+
+    out, after = io.StringIO(), []
+    run([Seen(Console(file=out, width=20))])
+    assert after == [0, 1, 1, 2]
+    first, second, third = out.getvalue().splitlines()
+    assert first.startswith("train 2/4  loss 0.")
+    assert first.endswith("ex/s")
+    assert second.startswith("train 4/4  loss 0.")
+    assert third.startswith("train 4/4  valid ne ")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")

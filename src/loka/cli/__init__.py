@@ -2,10 +2,13 @@
 
 Results go to stdout, progress and messages to stderr. Exit codes: 0 success, 1 a finding (the verb's docstring says
 which), 2 an invalid request or an internal error, 130 interrupted. An error is one message that says what was seen and
-what to do; `loka --debug VERB` shows the traceback. After Ctrl-C, a verb whose work was saved says how to continue.
+what to do; `loka --debug VERB` shows the traceback. After Ctrl-C, a verb whose work was saved says how to continue. A
+reader that closes the pipe (`| head`) ends a verb with 141, as a shell expects of SIGPIPE.
 """
 
+import errno
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -54,6 +57,8 @@ _PANELS = {
 }
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
+CLOSED = 141  # and after a closed pipe
+WIDE = 100  # columns from which tables of options have room for the longest name; below, rich would cut names off
 _CONTINUED = ("demo", "data", "tune")  # verbs that continue when the same command is run again
 
 app = typer.Typer(
@@ -99,7 +104,7 @@ def examples_of(verb: str) -> list[tuple[str, str]]:
 def _write_examples(verb: str) -> str | None:
     """Return the examples at the end of `loka VERB --help`."""
     lines = [
-        f"  {_escape(command)}" + (f"  [dim]{_escape(remark)}[/dim]" if remark else "")
+        f"  {_escape(command)}" + (f"  [dim]# {_escape(remark)}[/dim]" if remark else "")
         for command, remark in examples_of(verb)
     ]
     return "\n\n".join(["[bold]Examples[/bold]", *lines]) if lines else None
@@ -123,6 +128,27 @@ def _mount() -> None:
 _mount()
 
 
+def _make_command() -> Any:
+    """Return the command to run. On a narrow terminal its verbs explain their options without tables."""
+    command = typer.main.get_command(app)
+    if shutil.get_terminal_size().columns < WIDE:
+        _explain_plainly(command)
+    return command
+
+
+def _explain_plainly(command: Any) -> None:
+    if hasattr(command, "commands"):  # a group: its table of verbs has room
+        for verb in command.commands.values():
+            _explain_plainly(verb)
+        return
+    command.rich_markup_mode = None
+    if command.epilog:
+        from rich.markup import render
+
+        # \b: do not wrap, so that a command can be copied
+        command.epilog = "\n\n".join(f"\b\n{line}" for line in render(command.epilog).plain.split("\n\n"))
+
+
 # Newer versions of typer vendor click, older ones import it; BadParameter derives from the right ClickException.
 _COMMAND_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -140,12 +166,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (own_code := sys.modules.get("loka.cli.own_code")) is not None:
         own_code.forget()  # modules named by an earlier command in this process
     try:
-        code = app(arguments, standalone_mode=False, obj=state)
+        code = _make_command()(arguments, standalone_mode=False, obj=state)
     except _COMMAND_ERROR as error:
         error.show()
         sys.exit(error.exit_code)
     except typer.Abort:
         code = INTERRUPTED
+    except SystemExit as end:
+        cause = end.__context__
+        if isinstance(cause, OSError) and cause.errno == errno.EPIPE:  # typer ends with 1, which is a finding here
+            sys.exit(CLOSED)
+        raise
     except Exception as error:
         if state["debug"]:
             raise

@@ -55,7 +55,7 @@ def ab(
     """Compare two models user by user."""
     from loka import records
 
-    check_file("--out", out)
+    check_file("--out", out, [baseline, candidate])
     if not margin > 0 or top < 1:
         raise ValueError(f"--margin {margin:g} --top {top}: expected a number above 0, and at least 1")
     if online is not None:

@@ -43,7 +43,7 @@ def analyze(
     from loka import records
     from loka.ptq import REFERENCES
 
-    check_file("--out", out)
+    check_file("--out", out, models)
     if batches < 0:
         raise ValueError(f"--batches {batches}: expected 0 or more")
     if trained and not any("." in model.partition(":")[0] and ":" in model for model in models):

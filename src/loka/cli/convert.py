@@ -52,7 +52,10 @@ def convert(
     from loka.placing import LinearOptions
     from loka.placing import convert as convert_model
 
-    _check_request(plan, keep, scales, steps, out)
+    _check_request(plan, keep, scales, steps)
+    check_folder(
+        "--out", out, [weights, weights and weights.parent]
+    )  # a file of a folder, or the folder of a checkpoint
     options = LinearOptions(scales=scales, gradients=gradients, save=save)  # type: ignore[arg-type]
     subject = load_subject(model, data, batch_size=batch_size, seed=seed, loss=loss, device=device)
     if weights is not None:
@@ -86,8 +89,8 @@ def convert(
     typer.echo(str(summary))
 
 
-def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps: int | None, out: Path | None) -> None:
-    """Reject contradictory options and an unwritable --out before anything is loaded."""
+def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps: int | None) -> None:
+    """Reject contradictory options before anything is loaded."""
     if steps is not None and steps < 1:
         raise ValueError(f"--steps {steps}: expected at least 1")
     if steps is not None and scales == "dynamic":
@@ -96,7 +99,6 @@ def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps
         )
     if keep and plan is not None:
         raise ValueError("--keep goes with --recipe: a plan already says which modules to convert")
-    check_folder("--out", out)
 
 
 def _leaving(model: Any, patterns: list[str]) -> Any:
@@ -153,12 +155,12 @@ def _remember(subject: Any, scales: str, steps: int) -> None:
         parameter.grad = None
 
 
-def say_if_untrained(model: str, weights: Path | None) -> None:
-    """Tell on stderr that a built-in model that is about to be written has not been trained."""
+def say_if_untrained(model: str, weights: Path | None, hint: str = "--weights FOLDER") -> None:
+    """Tell on stderr that a built-in model without loaded weights has not been trained."""
     from loka.cli.subject import split_name
 
     if weights is None and split_name(model)[0] is not None:
-        typer.echo(f"note: {model} has its initial weights and is not trained; hint: --weights FOLDER", err=True)
+        typer.echo(f"note: {model} has its initial weights and is not trained; hint: {hint}", err=True)
 
 
 def _write(model: Any, out: Path, summary: Any) -> None:

@@ -2,7 +2,7 @@
 
     loka data list
     loka data get ml-1m                        # download from the publisher, then preprocess
-    loka data get criteo --from ~/criteo       # preprocess local files
+    loka data get criteo --source ~/criteo     # preprocess local files
     loka data get complete-journey --kind ranking --set size=full
     loka data info ml-1m --verify
 
@@ -27,7 +27,10 @@ app = typer.Typer(help="Data sets: list, get, info.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Data set, see `loka data list`.")]
 Root = Annotated[
     Path | None,
-    typer.Option(help="Folder of caches; default: $LOKA_DATA, else $XDG_CACHE_HOME/loka, else ~/.cache/loka."),
+    typer.Option(
+        "--data-root",
+        help="Folder of raw data and caches; default: $LOKA_DATA, else $XDG_CACHE_HOME/loka, else ~/.cache/loka.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -69,7 +72,7 @@ def list_(root: Root = None, json_: Json = False) -> None:
 def get(
     name: Name,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FOLDER", help="Use these raw files instead of downloading.")
+        Path | None, typer.Option(metavar="FOLDER", help="Use these raw files instead of downloading.")
     ] = None,
     kind: Annotated[
         str | None, typer.Option(help="ranking or sequences; default: every kind the data set has.")

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file
+
 if TYPE_CHECKING:
     from loka.dispatch import Database
     from loka.records.performance import Origin, PerformanceRow
@@ -63,9 +65,27 @@ def show(
         return
     for origin, row in shown:
         typer.echo(_line(origin, row))
-    typer.echo(f"{len(shown)} of {len(found)} rows, {len(database)} in all")
+    typer.echo(f"{len(shown)} of {len(found)} matching rows; the database has {len(database)}")
+    if not found:
+        typer.echo(_why_none(database, {"--op": op, "--backend": backend, "--device": device}), err=True)
     for machine in database.machines():
         typer.echo(f"machine: {machine}")
+
+
+def _why_none(database: "Database", filters: dict[str, str | None]) -> str:
+    """Say where rows are to be had if there are none, or which values the rows have that a filter did not match."""
+    rows = list(database.entries())
+    if not rows:
+        return "hint: loka db show --shipped has rows of an H200; loka db tune measures rows on this machine's GPU"
+    seen = {
+        "--op": {row.op for _, row in rows},
+        "--backend": {row.backend for _, row in rows},
+        "--device": {origin.device for origin, _ in rows},
+    }
+    wrong = [option for option, value in filters.items() if value is not None and value not in seen[option]]
+    if not wrong:
+        return "hint: there are rows for each of these filters, but not for all of them together"
+    return "\n".join(f"{option} {filters[option]}: the rows have {', '.join(sorted(seen[option]))}" for option in wrong)
 
 
 def _line(origin: "Origin", row: "PerformanceRow") -> str:
@@ -142,8 +162,10 @@ def export(
 ) -> None:
     """Write rows to a JSON file that `loka db merge` reads."""
     from loka.dispatch import Database
+    from loka.dispatch.database import default_path
     from loka.records import to_json, write_atomically
 
+    check_file("--out", out, [db or default_path()])
     with Database.open(db, create=False) as database:
         record = database.export(**_filters(op=op, backend=backend, device=device))
     write_atomically(out, to_json(record) + b"\n")

@@ -50,7 +50,13 @@ def generate(
     folder = from_ or out
     if folder is None:
         raise ValueError("--train needs --out, the folder to write the model to")
+    from loka.inference import is_bundle
+
+    if from_ is not None and out is not None:
+        raise ValueError(f"--out {out} is for the model that --train makes; --from {from_} writes nothing")
     check_folder("--out", out)
+    if out is not None and is_bundle(out):
+        raise ValueError(f"--out {out}: holds a model already; hint: --from {out} uses it, or give a new folder")
     if top > beams:
         raise ValueError(f"--top {top} needs at least as many --beams, got {beams}")
     from loka.cli.subject import find_device

@@ -54,7 +54,7 @@ def load(
     from loka.cli.serve import parse_seconds
     from loka.serving.load import Traffic, describe, make_body, send_from, summarize
 
-    check_file("--out", out)
+    check_file("--out", out, [requests])
     check_file("--report", report)
     if report is not None:
         from loka.report.render import require_charts

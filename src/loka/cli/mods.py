@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file
+
 app = typer.Typer(no_args_is_help=True, help="Rewrites that make more of a model safe and fast in low precision.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -57,6 +59,7 @@ def apply_mods(
     from loka import records
     from loka.mods import apply
 
+    check_file("--out", out)
     subject, example = _load(model, data, set_, data_option, data_root, seed)
     with redirect_stdout(sys.stderr):  # mods run the model, which may be a user's and may print
         applied = apply(subject.model, mods, example=example, model_name=subject.name)

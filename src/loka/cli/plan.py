@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_file
+
 if TYPE_CHECKING:
     from loka.dispatch import Database
 
@@ -62,6 +64,7 @@ def plan(
     from loka.dispatch import Policy
     from loka.probe import Report
 
+    check_file("--out", out, [probe])
     if target is None and (db is not None or weights != "dynamic" or row_factor != 1):
         raise ValueError("--db, --weights and --row-factor choose database rows of a device: name it with --target")
     if accuracy_only and min_speedup is not None:
@@ -163,6 +166,7 @@ def translate(
     """Translate a plan into another tool's configuration: a filter, a YAML file, an ignore list."""
     from loka import dispatch, records
 
+    check_file("--out", out, [file])
     text = dispatch.export(records.load(file, records.Plan), to)
     if out is None:
         typer.echo(text, nl=False)

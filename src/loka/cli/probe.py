@@ -140,7 +140,7 @@ def probe(
         if sensitivity:
             report = add_metric(report, subject, sensitivity, metric or subject.metrics[0], seed)
     if out is not None:
-        report.to_json(out)
+        report.save(out)
     if html is not None:
         report.to_html(html)
     typer.echo(records.to_json(report.record).decode() if json_ else report.table())

@@ -61,7 +61,7 @@ def quantize(
     chosen = recipe if plan is None else records.Plan.load(plan)
     options: dict[str, Any] = {"recipe": chosen, "bound": bound, "widen": widen, "keep": tuple(keep or ())}
     if is_bundle(model):
-        check_folder("--out", out)
+        check_folder("--out", out, [model])
         split = (data, data_root, source)
         network, summary = quantize_bundle(Path(model), out, options, users if measured else None, split)
     elif Path(model).exists():
@@ -115,7 +115,7 @@ def quantize_network(
     split_name(model)  # report a missing folder or unknown model before complaining about --out
     if out.suffix != ".safetensors":
         raise ValueError(f"--out {out}: this model is written as one file, give a name that ends in .safetensors")
-    check_file("--out", out)
+    check_file("--out", out, [weights])
     subject = None
     network: Any
     if examples is not None or opening["data"] is not None or ":" not in model:

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from loka.cli.places import check_file
+
 
 def report(
     folder: Annotated[Path, typer.Argument(help="Folder of records (*.json), or one record.")],
@@ -24,6 +26,8 @@ def report(
     """Make a self-contained HTML page from the records of one job, or compare two jobs."""
     from loka.report import Pair, Results, write_html, write_pair
 
+    sources = [one for one in (folder, other) if one is not None]
+    check_file("--out", out, [*sources, *(add or ()), *(file for one in sources for file in one.glob("*.json"))])
     results = Results.load(folder, add or ())
     if other is None:
         write_html(results, out)

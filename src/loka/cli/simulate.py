@@ -42,6 +42,8 @@ def simulate(
     for option, value in (given | {"--embeddings": embeddings}).items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{option} {value:g}: expected a finite number, 0 or more")
+    if not (dense or embeddings):
+        raise ValueError("no rank would send anything; expected --dense, --embeddings or both, e.g. --dense 60e6")
     work = Work(
         forward / 1e3, backward / 1e3, update / 1e3, dense=int(dense), embeddings=int(embeddings),
         accumulate=accumulate, strategy=strategy, overlap=overlap,
@@ -56,4 +58,4 @@ def simulate(
     for _, by_codec, best in found:
         for step in by_codec.values():
             typer.echo(str(step))
-        typer.echo(f"  pays: {best} (the simplest within 1 % of the shortest step)")
+        typer.echo(f"  best: {best} (the simplest within 1 % of the shortest step)")

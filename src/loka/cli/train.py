@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loka.cli.places import check_folder
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -170,6 +172,7 @@ def train(
     from loka.nn.tables import quantize_tables
     from loka.training import NonFiniteLossError, TrainConfig, Trainer
 
+    check_folder("--out", out)
     try:
         is_sequence = model in train_sequence.FAMILIES
         if is_sequence:

@@ -22,6 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
+from loka.cli.places import check_folder
+
 
 def tune(
     model: Annotated[str, typer.Argument(help="wukong:small, dlrm, hstu:small, ... or pkg.module:factory.")],
@@ -73,12 +75,13 @@ def tune(
     import torch
 
     from loka import records
-    from loka.cli.convert import load_weights_from
+    from loka.cli.convert import load_weights_from, say_if_untrained
     from loka.cli.demo import Lines
     from loka.cli.subject import load_subject
     from loka.cli.train import parse_options
     from loka.tuning import tune as run
 
+    check_folder("--out", out)
     if row_factor != 1 and target is None:
         raise ValueError(f"--row-factor {row_factor:g} needs --target, the GPU it refers to")
     if train_steps < 0 or batches < 2:  # before the model is trained
@@ -89,10 +92,14 @@ def tune(
         model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_),
         data_options=parse_options(data_option),
     )  # fmt: skip
+    if not train_steps:
+        say_if_untrained(model, checkpoint, "--train-steps 200, or --checkpoint FOLDER")
     if checkpoint is not None:
         load_weights_from(subject.model, checkpoint, "--checkpoint")
     talk = None if sys.stderr.isatty() else Lines()  # None: tune shows a bar in a terminal
     if train_steps:
+        if talk is None:
+            typer.echo(f"training {train_steps} steps first", err=True)
         optimizer = torch.optim.AdamW(subject.model.parameters(), lr=learning_rate)
         for number, batch in enumerate(islice(subject.stream("train"), train_steps)):
             if talk is not None:

@@ -75,7 +75,7 @@ def _finish(url: str, part: Path, target: Path, sha256: str, size: int, error: E
         reason = f" ({error})" if error else ""
         raise DataError(
             f"{url}: got {have} of {size} bytes{reason}; run the same command again to resume, or download it by hand and use "
-            "--from FOLDER"
+            "--source FOLDER"
         )
     found = sha256_of(part)
     if have > size or found != sha256:

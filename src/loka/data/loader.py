@@ -149,7 +149,7 @@ class _Build:
             return self.module.find_files(None)  # type: ignore[no-any-return]
         raw = root / "raw" / self.entry.name
         if not raw.is_dir() or all(path.suffix == ".part" for path in raw.iterdir()):
-            way = f"loka data get {self.entry.name}" + ("" if self.entry.remotes else " --from FOLDER")
+            way = f"loka data get {self.entry.name}" + ("" if self.entry.remotes else " --source FOLDER")
             raise DataError(
                 f"{self.entry.name}: no cache and no raw files under {root}. Run `{way}`, or pass source=FOLDER. "
                 f"The publisher: {self.entry.publisher} (terms: {self.entry.terms})"
@@ -230,7 +230,7 @@ def fetch_raw(name: str, *, root: str | Path | None = None, progress: Progress =
     if not entry.remotes:
         raise DataError(
             f"{name}: the publisher offers no direct download ({entry.publisher}); get the files there and pass their folder "
-            "with --from FOLDER (in Python: source=FOLDER)"
+            "with --source FOLDER (in Python: source=FOLDER)"
         )
     folder = data_root(root) / "raw" / name
     for remote in entry.remotes:

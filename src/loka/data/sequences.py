@@ -2,8 +2,7 @@
 
 Items have ids 1..n_items; 0 is padding. There are two ways to hold items out, both leak-free by construction:
 
-- leave last out (the default, if only the order is known): the last item of a user is the test target, the one before
-it
+- leave last out (the default, if only the order is known): the last item of a user is the test target, the one before it
   the validation target, everything before is for training;
 - by time (if baskets are known): the first basket after a given time is the target, everything before that time is
   history. Items inside a basket have no order, so the target is a set.

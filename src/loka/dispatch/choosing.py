@@ -264,7 +264,7 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
     for gemm in GEMMS[1:] if training else ():
         backward = site.harm.get((gemm, recipe))
         if backward is not None and (seen := limits.judged(backward)) > limits.backward:
-            return f"{way}: what {gemm} loses is worth {seen:.4%} of the loss, more than {limits.backward_is}{limits.hint(seen, limits.backward)}"
+            return f"{way}: rounding in {gemm} may change the loss by {seen:.4%}, more than {limits.backward_is}{limits.hint(seen, limits.backward)}"
     return None
 
 
@@ -285,7 +285,9 @@ def _offer_finer(site: SiteLook, limits: Limits, total: float, why: str, trainin
     for recipe in FINER:
         if _refuse(site, recipe, limits, training) is None:
             harm = site.total_harm(recipe, training=training)
-            return Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}")
+            return Offer(
+                single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; not in a chain ({why})"
+            )
     return None
 
 

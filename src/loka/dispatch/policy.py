@@ -70,7 +70,7 @@ class Policy:
             None, since a report has no times of chains.
 
     Example:
-        >>> make_plan(report.record, Policy(min_speedup=None))
+        >>> plan = loka.dispatch.make_plan(report.record, loka.Policy(min_speedup=None))
     """
 
     max_error: float = 0.2

@@ -92,7 +92,7 @@ def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 
         int64 [n, columns], each in [0, 2^23).
 
     Example:
-        >>> noise = uniform_bits(rows, 64, Draw(step=5)) * 2.0**-23      # uniform in [0, 1)
+        >>> noise = uniform_bits(torch.arange(4), 64, Draw(step=5)) * 2.0**-23  # uniform in [0, 1)
     """
     if first_column % 8:
         raise ValueError(

@@ -53,7 +53,7 @@ class QTensor:
         tensor_scale: a scalar, for two-level scales (NVFP4) only.
 
     Example:
-        >>> quantize(torch.randn(4, 128), Spec.parse("e4m3:1x128")).dequantize().shape
+        >>> loka.formats.quantize(torch.randn(4, 128), loka.Spec.parse("e4m3:1x128")).dequantize().shape
         torch.Size([4, 128])
     """
 
@@ -176,7 +176,9 @@ def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Bloc
         A tensor that broadcasts to `shape`.
 
     Example:
-        >>> q.data.float() * expand_scale(q.scale, q.shape, q.spec.block)
+        >>> q = quantize(torch.randn(4, 256), Spec.parse("e4m3:1x128"))
+        >>> (q.data.float() * expand_scale(q.scale, q.shape, q.spec.block)).equal(q.dequantize())
+        True
     """
     if block == TENSOR or len(shape) == 0:
         return scale

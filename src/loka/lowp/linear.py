@@ -41,10 +41,11 @@ class Linear(nn.Linear):
     """An nn.Linear in low precision. Create one with `Linear.replacing`, or convert one in place with `Linear.adopt`.
 
     Args:
-        in_features: as for nn.Linear, and so are the others; do not call the constructor.
+        in_features, out_features, bias, device, dtype: as for nn.Linear; do not call the constructor.
 
     Example:
-        >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(recipe_named("rowwise").fprop))
+        >>> from loka.lowp.binding import LinearBinding
+        >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(loka.dispatch.recipe_named("rowwise").fprop))
     """
 
     binding: LinearBinding

@@ -101,8 +101,9 @@ def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | s
         The verdict. A backend that does not support the call, raises, or is wrong in any round fails, with the reason.
 
     Example:
-        >>> call = MatmulCall(2048, 1024, 512, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"))
-        >>> judge_backend("scaled_mm", registry.backend("scaled_mm", "reference"), call, "cpu").ok
+        >>> from loka.kernels.scaled_mm.call import MatmulCall
+        >>> call = MatmulCall(64, 128, 32, loka.Spec.parse("e4m3:row"), loka.Spec.parse("e4m3:row"))
+        >>> judge_backend("scaled_mm", loka.kernels.backend("scaled_mm", "reference"), call, "cpu").ok
         True
     """
     device = torch.device(device)
@@ -126,7 +127,9 @@ def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device
         The verdict: the same bits as the reference in every round.
 
     Example:
-        >>> bool(judge_quantizer(loka.formats.quantize, QuantizeCall(64, 128, Spec.parse("e4m3:row")), "cpu"))
+        >>> from loka.kernels.quantize.call import QuantizeCall
+        >>> call = QuantizeCall(64, 128, loka.Spec.parse("e4m3:row"))
+        >>> judge_quantizer(loka.formats.quantize, call, "cpu").ok
         True
     """
     device = torch.device(device)

@@ -62,7 +62,7 @@ class Contender:
         conformance: the result of its check.
 
     Example:
-        >>> Contender("triton", [lambda: run(a, b)], check_scaled_mm(backend, call, a, b))
+        >>> Contender("triton", [lambda: run(a, b)], judge_backend("scaled_mm", backend, call, "cuda"))
     """
 
     name: str

@@ -75,8 +75,10 @@ class GAUC(BinaryMetric[GroupedAUC]):
 
     Example:
         >>> gauc = GAUC()
-        >>> gauc.update(scores, labels, users)
+        >>> scores, labels = torch.tensor([0.1, 0.9, 0.8, 0.3]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+        >>> gauc.update(scores, labels, torch.tensor([7, 7, 8, 8]))  # users
         >>> gauc.compute().value
+        0.5
     """
 
     def __init__(self, *, nonfinite: Nonfinite = "raise") -> None:

@@ -38,7 +38,8 @@ class BeamOverlap(Metric[BeamOverlapResult]):
 
     Example:
         >>> overlap = BeamOverlap([1, 10])
-        >>> overlap.update(beams_bf16, beams_fp8)
+        >>> overlap.update(torch.arange(10)[None], torch.arange(10).flip(0)[None])
+        >>> overlap.compute()
     """
 
     def __init__(self, ns: Sequence[int]) -> None:

@@ -113,7 +113,9 @@ def compare_paired(
             positive.
 
     Example:
-        >>> print(compare_paired(losses_fp8, losses_bf16, margin=0.02, lower_is_better=True, relative=True))
+        >>> losses = torch.rand(1000) + 1
+        >>> compare_paired(1.0001 * losses, losses, margin=0.02, lower_is_better=True, relative=True).verdict  # in %
+        'equivalent'
     """
     _check_options(margin, confidence, power, resamples, method)
     first, second = _check_pairs(candidate, baseline)

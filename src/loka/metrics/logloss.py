@@ -68,7 +68,9 @@ class NormalizedEntropy(LogLoss):
 
     Example:
         >>> ne = NormalizedEntropy()
-        >>> ne.update(logits, labels)
+        >>> ne.update(torch.zeros(4), torch.tensor([0.0, 1.0, 0.0, 1.0]))  # no better than the mean
+        >>> ne.compute()
+        1.0
     """
 
     def compute(self) -> float:

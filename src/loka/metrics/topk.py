@@ -70,7 +70,8 @@ class TopK(Metric[TopKResult]):
 
     Example:
         >>> top = TopK((10,))
-        >>> top.update_scores(scores, target)
+        >>> top.update_scores(torch.arange(20.0)[None], torch.tensor([19]))
+        >>> top.compute()
     """
 
     def __init__(self, ks: Sequence[int] = (1, 5, 10)) -> None:

@@ -108,7 +108,7 @@ def parse(text: str) -> Mod:
 
     Example:
         >>> parse("block_norm(block=128)")
-        UseBlockNorm(block=128)
+        UseBlockNorm(block=128, fold=True)
     """
     call = ast.parse(text, mode="eval").body
     if isinstance(call, ast.Name):

@@ -28,7 +28,7 @@ def adapt_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dic
         The adapted state_dict, and one note for each entry that was moved or dropped.
 
     Example:
-        >>> adapted, lost = loka.mods.adapt_state_dict(model, state)
+        >>> adapted, lost = loka.mods.adapt_state_dict(model, torch.load("weights.pt"))
     """
     model = unwrap(model)
     wanted = set(model.state_dict())

@@ -35,7 +35,9 @@ class DotProductAttention(nn.Module):
     mask and `refusals` why the ones before it refused; compiled calls do not update them.
 
     Example:
-        >>> DotProductAttention(causal=True)(q, k, v)
+        >>> q = k = v = torch.randn(2, 4, 5, 16)
+        >>> DotProductAttention(causal=True)(q, k, v).shape
+        torch.Size([2, 4, 5, 16])
     """
 
     def __init__(self, *, causal: bool = False, backend: str = "auto") -> None:

@@ -37,7 +37,9 @@ class EmbeddingTables(nn.Module):
         check_on_gpu: check ids on a GPU too, which synchronizes with it.
 
     Example:
+        >>> ids = torch.tensor([[3, 4000], [5, 0]])  # [rows, fields]
         >>> EmbeddingTables([("store", 120), ("product", 5000)], 16).lookup(ids).shape
+        torch.Size([2, 2, 16])
     """
 
     first_row: Tensor

@@ -88,7 +88,9 @@ class GroupedLinear(nn.Module):
         width_out: a multiple of 8.
 
     Example:
-        >>> GroupedLinear(4, 64, 128)(x, ends)  # x sorted by expert
+        >>> ends = torch.tensor([3, 3, 7, 8], dtype=torch.int32)  # rows 0 to 2 are of expert 0, 3 to 6 of expert 2, 7 of expert 3
+        >>> GroupedLinear(4, 64, 128)(torch.randn(8, 64), ends).shape
+        torch.Size([8, 128])
     """
 
     def __init__(self, experts: int, width_in: int, width_out: int) -> None:

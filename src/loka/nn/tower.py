@@ -29,7 +29,7 @@ class Style:
         dropout: after each hidden layer.
 
     Example:
-        >>> build("wukong", "tiny", style=Style(norm="block", bias=False))
+        >>> core = loka.models.build("wukong", "tiny", style=Style(norm="block", bias=False))
     """
 
     norm: NormKind = "layer"

@@ -37,7 +37,8 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
         Tensors named `site/operand/part`.
 
     Example:
-        >>> safetensors.torch.save_file(loka.scale_state(model), "scales.safetensors")
+        >>> from safetensors.torch import save_file
+        >>> save_file(loka.scale_state(model), "scales.safetensors")
     """
     return {f"{name}/{part}": tensor for name, amax in _amax_states(model) for part, tensor in amax.state().items()}
 
@@ -50,7 +51,8 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: what `scale_state` returned.
 
     Example:
-        >>> loka.load_scale_state(model, safetensors.torch.load_file("scales.safetensors"))
+        >>> from safetensors.torch import load_file
+        >>> loka.load_scale_state(model, load_file("scales.safetensors"))
     """
     expected = scale_state(model)
     if problems := sorted(expected.keys() ^ state.keys()):

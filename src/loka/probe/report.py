@@ -49,8 +49,8 @@ class Report:
         """Read a saved report."""
         return cls(records.load(path, ProbeReport))
 
-    def to_json(self, path: str | Path) -> None:
-        """Save the record as JSON."""
+    def save(self, path: str | Path) -> None:
+        """Write the record to a file, as JSON that `Report.load` reads."""
         records.save(self.record, path)
 
     def to_html(self, path: str | Path) -> None:
@@ -79,16 +79,25 @@ class Report:
         """Make a plan: for each GEMM the fastest candidate that is accurate enough and measurably faster than bf16.
 
         Args:
-            min_speedup: None ignores speed: the plan is for accuracy only, and says so.
+            max_error: largest allowed forward error (MERE), where there is no score; by default the report's own.
+            max_gradient_error: largest allowed relative L2 error of a gradient, where there is no score; likewise.
+            min_speedup: required speed-up over bf16. None ignores speed: the plan is for accuracy only, and says so.
             target: name of a device whose times come from `database`.
-            overrides: maps site wildcards to a recipe name or "high"; the first match wins.
+            overrides: maps site wildcards to a recipe name, "auto" or "high"; the first match wins.
+            recipe: the only recipe to use, or "auto".
+            weights: for `target`: times of weights quantized in every call ("dynamic") or once ("cached").
+            row_factor: for `target`: rows per call there, relative to those that Probe saw.
+            max_metric_change: budget for the relative change of the end metric; needs measured sensitivity.
+            margin: relative change of the loss that counts as none; by default the report's own.
             chains: whether consecutive linears pass FP8 to each other where each is within its share of the margin.
                 True requires it, or raises with the reasons; False never does it; None does it only in a plan for
                 accuracy only, because a report has no timings of chains.
-            margin: by default the report's own.
             database: by default the measurements that ship with the package.
+            verify: for `max_metric_change`: measures the change of the metric with a plan applied, for all its sites
+                together.
 
-        The other arguments are fields of `loka.Policy`; see also `loka.dispatch.make_plan`.
+        Returns:
+            The plan, with a reason for every GEMM. `loka.convert(model, plan)` applies it.
         """
         policy = Policy(
             max_error=self.record.max_mere if max_error is None else max_error,
@@ -166,7 +175,7 @@ class Report:
             lines.append(f"{gemm}: {_spell_counts(counts)}; speed: {_spell_counts(speeds)}")
         for source, ratio in self.compare_sources().items():
             lines.append(
-                f"MERE on {source} over MERE on N(0, 1): geometric mean {ratio.mean:.3f}, "
+                f"forward error (MERE) on {source} as a multiple of that on N(0, 1): geometric mean {ratio.mean:.3f}, "
                 f"largest {ratio.largest:.3f} ({ratio.where}), {ratio.count} candidates"
             )
         lines += self._describe_gaps()

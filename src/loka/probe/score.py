@@ -334,7 +334,10 @@ def harm(
         ValueError: the shapes do not match, or the recipe leaves this GEMM in high precision.
 
     Example:
-        >>> harm(x, layer.weight, layer.bias, dy, "rowwise", loss=loss).high
+        >>> layer, x = nn.Linear(64, 64), torch.randn(512, 64)
+        >>> dy = torch.randn(512, 64) / 512  # gradient of the mean loss with respect to layer(x)
+        >>> harm(x, layer.weight, layer.bias, dy, "rowwise", loss=0.5).high < 0.1
+        True
     """
     if x.shape[:-1] != dy.shape[:-1] or weight.shape != (dy.shape[-1], x.shape[-1]):
         raise ValueError(

@@ -100,7 +100,7 @@ def measure_sensitivity(
         Site -> interval of (low precision - high) / high.
 
     Example:
-        >>> measure_sensitivity(model, probe.sites, score, recipe="rowwise")["head.last"].high
+        >>> measure_sensitivity(model, probe.sites, score, recipe="rowwise")["top.0"].high
     """
     recipes = dict(sites) if isinstance(sites, Mapping) else dict.fromkeys(sites, recipe)
     baseline = _score(model, score)

@@ -148,8 +148,8 @@ class Statistics:
             mean=mean,
             std=(m2 / count) ** 0.5 if count else 0.0,
             absmax=absmax,
-            abs_p99=quantile(bins, int(zeros), 0.99),
-            abs_p999=quantile(bins, int(zeros), 0.999),
+            abs_p99=min(quantile(bins, int(zeros), 0.99), absmax),  # the middle of the last bin may be above all values
+            abs_p999=min(quantile(bins, int(zeros), 0.999), absmax),
             kurtosis=count * m4 / m2**2 - 3 if m2 > 0 else 0.0,
             zero_fraction=zeros / count if count else 0.0,
             outlier_channels=count_outliers(self.channel_absmax.cpu()),

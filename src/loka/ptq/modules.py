@@ -112,7 +112,9 @@ class QuantizedLinear(_Quantized):
         fast_accum: accumulate in the tensor cores only (fast accumulation).
 
     Example:
-        >>> quantize_module(nn.Linear(64, 32), recipe_named("rowwise").fprop)
+        >>> from loka.ptq.modules import quantize_module
+        >>> type(quantize_module(nn.Linear(64, 32), loka.dispatch.recipe_named("rowwise").fprop)).__name__
+        'QuantizedLinear'
     """
 
     def __init__(
@@ -162,7 +164,10 @@ class QuantizedExperts(_Quantized):
         fast_accum: accumulate in the tensor cores only (fast accumulation).
 
     Example:
-        >>> quantize_module(GroupedLinear(4, 128, 128), recipe_named("blockwise").fprop)
+        >>> from loka.ptq.modules import quantize_module
+        >>> experts = loka.nn.GroupedLinear(4, 128, 128)
+        >>> type(quantize_module(experts, loka.dispatch.recipe_named("blockwise").fprop)).__name__
+        'QuantizedExperts'
     """
 
     def __init__(self, weight: QTensor, activation: Spec, *, backend: str = "auto", fast_accum: bool = False) -> None:

@@ -194,8 +194,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
         A context manager that gives the path of a temporary file in the same folder, to be written in the block.
 
     Example:
-        >>> with replacing("model.safetensors") as temporary:
-        ...     save_file(tensors, temporary)
+        >>> with replacing("notes.txt") as temporary:
+        ...     written = temporary.write_text("all of it, or nothing")
     """
     path = Path(path).resolve()  # replace the target of a symbolic link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)

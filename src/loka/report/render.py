@@ -102,7 +102,7 @@ def write_html(results: Results, path: str | Path) -> None:
         path: the file to write.
 
     Example:
-        >>> write_html(Results(probe=report.record, plan=plan), "report.html")
+        >>> write_html(Results(probe=report.record, plans=(plan,)), "report.html")
     """
     write_atomically(path, render(results).encode())
 

@@ -32,7 +32,7 @@ def embed_histories(
         Unit vectors [n_items, dimensions], float32; row i is item i + 1.
 
     Example:
-        >>> histories = Jagged.from_rows([[1, 2, 3], [2, 3, 4]])
+        >>> histories = loka.data.Jagged.from_rows([[1, 2, 3], [2, 3, 4]])
         >>> embed_histories(histories.values, histories.offsets, 4, dimensions=2).shape
         torch.Size([4, 2])
     """

@@ -36,7 +36,8 @@ class ResidualKMeans:
         seed: seed of the initialization.
 
     Example:
-        >>> fit_semantic_ids(vectors, ResidualKMeans((64, 64)), collisions="level")
+        >>> fit_semantic_ids(torch.randn(100, 8), ResidualKMeans((4, 4)), collisions="keep").codes.shape
+        torch.Size([100, 2])
     """
 
     codebook_sizes: tuple[int, ...] = (256, 256, 256)
@@ -81,7 +82,9 @@ def fit_semantic_ids(
         The index of items and codes.
 
     Example:
-        >>> index = fit_semantic_ids(embed_text(titles), collisions="level")
+        >>> index = fit_semantic_ids(torch.randn(100, 8), ResidualKMeans((8, 8)), collisions="level")
+        >>> index.codes.shape  # two levels, and one that tells items apart whose codes are the same
+        torch.Size([100, 3])
     """
     config = config or ResidualKMeans()
     if collisions not in ("level", "nearest", "keep"):

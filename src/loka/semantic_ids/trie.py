@@ -32,7 +32,7 @@ class Trie:
         fanouts: largest number of children of a node, per level.
 
     Example:
-        >>> index.trie.to("cuda")
+        >>> trie = index.trie.to("cpu")
     """
 
     offsets: Tensor

@@ -45,7 +45,7 @@ class Snapshot:
         state: JSON values.
 
     Example:
-        >>> read_checkpoint(path).state["counters"]
+        >>> read_checkpoint(find_checkpoints(Path("runs/x/checkpoints"))[-1]).state["counters"]
     """
 
     step: int
@@ -64,7 +64,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
     Example:
         >>> find_checkpoints(Path("runs/x/checkpoints"))[-1].name
-        'step-00001000'
+        'step-00000020'
     """
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
@@ -127,7 +127,8 @@ def read_checkpoint(path: Path, *, groups: tuple[str, ...] | None = None) -> Sna
         DamagedCheckpointError: a file is missing or does not match its checksum.
 
     Example:
-        >>> read_checkpoint(path, groups=("model",)).tensors["model"]
+        >>> newest = find_checkpoints(Path("runs/x/checkpoints"))[-1]
+        >>> tensors = read_checkpoint(newest, groups=("model",)).tensors["model"]
     """
     from safetensors.torch import load_file
 

@@ -31,7 +31,7 @@ class Curve(Callback):
     """Collects the log lines of the whole run, including parts before a resume.
 
     Example:
-        >>> Trainer(model, data, callbacks=[curve := Curve()]).fit()
+        >>> Trainer(model, data, TrainConfig(steps=5, batch_size=64), callbacks=[curve := Curve()]).fit()
     """
 
     def __init__(self) -> None:
@@ -113,25 +113,33 @@ def _read_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
 class Progress(Callback):
-    """A progress bar: loss, NE, examples per second, time left.
+    """Loss, NE, examples per second, time left: a bar in a terminal, elsewhere a line per log step. Evaluations are lines.
 
     Args:
-        console: where to draw it; None: on stderr.
+        console: where to show it; None: on stderr.
 
     Example:
-        >>> Trainer(model, data, callbacks=[Progress()]).fit()
+        >>> Trainer(model, data, TrainConfig(steps=5, batch_size=64), callbacks=[Progress()]).fit()
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._shown: dict[str, Any] = {"loss": "-", "ne": "-", "speed": "-", "valid": ""}
+        self._shown: dict[str, Any] = {"loss": "-", "ne": "-", "speed": "-"}
 
     def on_start(self, trainer: Trainer) -> None:
         """Show the bar, at the resumed step if there is one."""
-        from rich.console import Console
+        self._console = console = self._console or _stderr()
+        if not console.is_terminal:
+            return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
@@ -140,9 +148,8 @@ class Progress(Callback):
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  NE {task.fields[ne]}  {task.fields[speed]} ex/s"),
-            TextColumn("{task.fields[valid]}"),
             TimeRemainingColumn(),
-            console=self._console or Console(stderr=True),
+            console=console,
         )
         self._task = self._bar.add_task("train", total=trainer.config.steps, completed=trainer.step, **self._shown)
         self._bar.start()
@@ -152,13 +159,14 @@ class Progress(Callback):
         if log is not None:
             ne = "-" if log.ne is None else f"{log.ne:.4f}"
             self._shown.update(loss=f"{log.loss:.4f}", ne=ne, speed=f"{log.examples_per_s:,.0f}")
+            if self._bar is None:
+                self._tell(trainer, f"loss {log.loss:.4f}  NE {ne}  {log.examples_per_s:,.0f} ex/s")
         self._draw(trainer.step)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Show the validation metrics."""
+        """Write the validation metrics."""
         names = [name for name in ("ne", "auc") if name in metrics] or list(metrics)[:2]
-        self._shown["valid"] = "valid " + " ".join(f"{name} {metrics[name]:.4f}" for name in names)
-        self._draw(trainer.step)
+        self._tell(trainer, "valid " + " ".join(f"{name} {metrics[name]:.4f}" for name in names))
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
         """Leave the finished bar on the screen."""
@@ -167,6 +175,12 @@ class Progress(Callback):
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         """Release the terminal."""
         self._close()
+
+    def _tell(self, trainer: Trainer, text: str) -> None:
+        """Write a line, above the bar if there is one."""
+        if self._console is not None:
+            line = f"train {trainer.step}/{trainer.config.steps}  {text}"
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _draw(self, step: int) -> None:
         if self._bar is not None and self._task is not None:

@@ -44,6 +44,8 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         initial: initial value of the accumulators.
 
     Example:
+        >>> embedding = nn.Embedding(100, 16, sparse=True)
+        >>> embedding(torch.tensor([3, 7])).sum().backward()
         >>> RowwiseAdagrad([embedding.weight], lr=2e-2).step()
     """
 

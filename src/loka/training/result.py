@@ -27,7 +27,7 @@ class TrainResult:
         checkpoint: the last checkpoint.
 
     Example:
-        >>> Trainer(model, data).fit().metrics["ne"]
+        >>> Trainer(model, data, TrainConfig(steps=5, batch_size=64, evaluate_every=5)).fit().metrics["ne"]
     """
 
     steps: int

@@ -151,7 +151,7 @@ def load_weights(model: nn.Module, path: Path) -> int:
         The checkpoint's step.
 
     Example:
-        >>> load_weights(model, find_checkpoints(folder)[-1])
+        >>> load_weights(model, find_checkpoints(Path("runs/x/checkpoints"))[-1])
     """
     snapshot = read_checkpoint(path, groups=("model",))
     _load_model(model, snapshot.tensors["model"], str(path))

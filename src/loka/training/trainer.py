@@ -52,7 +52,7 @@ class Trainer:
         out: folder for checkpoints.
 
     Example:
-        >>> Trainer(model, data, TrainConfig(steps=1000), out="runs/x").fit(resume=True)
+        >>> Trainer(model, data, TrainConfig(steps=5, batch_size=64), out="runs/x").fit(resume=True)
     """
 
     def __init__(

@@ -13,8 +13,8 @@ batches.py      keep the first batches of an iterable, and notice those that are
 looking.py      find the units, record the magnitudes for their scales, score what each way would do to the loss
 timing.py       time a unit or the whole step as it will run: compiled, in a CUDA graph
 estimating.py   estimate the speed of a unit on a GPU that is not present, with an error bar
-choosing.py     time or estimate every unit, and drop those that are not faster
 rehearsal.py    run one training step with the selection; on request, train two copies and compare them
+choosing.py     time or estimate every unit, and drop those that are not faster
 metric.py       measure the metric with units swapped in, and drop linears until it is within the margin
 gradients.py    check the gradients of the kernels against 16-bit gradients and against the reference kernels
 whole_step.py   time the whole step against the compiled 16-bit one, and drop units until it is faster

@@ -129,7 +129,8 @@ class Estimator:
         ValueError: nothing was measured on that device; the message lists the devices that have measurements.
 
     Example:
-        >>> Estimator("NVIDIA H200").speedup(Unit(16384, ((512, 1024), (1024, 1024)), training=True))
+        >>> from loka.tuning.estimating import Unit
+        >>> print(Estimator("NVIDIA H200").speedup(Unit(16384, ((512, 1024), (1024, 1024)), training=True)))
     """
 
     def __init__(self, target: str, measured: Sequence[tuple[Unit, float]] | None = None) -> None:

@@ -108,7 +108,8 @@ def tune(
         ValueError: an argument cannot be used; the message says what was seen and what was expected.
 
     Example:
-        >>> tuned = loka.tune(model, batches, torch.nn.functional.binary_cross_entropy_with_logits)
+        >>> tuned = loka.tune(model, batches, torch.nn.BCEWithLogitsLoss(reduction="none"))
+        >>> print(tuned)
         >>> tuned.plan.save("plan.json")
     """
     if target not in ("train", "serve"):

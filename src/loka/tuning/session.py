@@ -1,4 +1,14 @@
-"""The phases of a `loka.tune` call: compile the original, look, time units, swap them in, time the step, record.
+"""The phases of a `loka.tune` call, in order: `Session.run` calls one after the other.
+
+    compile the original   the baseline of every timing
+    look                   find units, score what each way of running them does to the loss, make offers
+    rehearse               one training step with all offers
+    time units             drop those that are not faster
+    verify the metric      swap units in, alone and together
+    verify the gradients   one backward pass against 16-bit and against the reference
+    paired training        on request
+    verify the step        time the whole step; gradients and metric again if units are dropped
+    record
 
 Each phase narrows the selection that the one before it left. A measurement that is already on disk is not repeated.
 """
@@ -103,20 +113,20 @@ class Session:
         if call.training:
             with call.phase("verify the gradients"):
                 self._verify_gradients(selection)
-        measured, trained = selection.offers, None
+        before_training, trained = selection.offers, None
         if call.train:
             with call.phase("paired training"):
                 trained = rehearsal.verify_training(call, selection)
         with call.phase("verify the step"):
-            paired = selection.offers
-            if paired != measured:
+            after_training = selection.offers
+            if after_training != before_training:
                 metric.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
             launched = "speeds are of steps launched kernel by kernel, since cuda_graph=False: the longer of host and device time" if step.medians and not call.cuda_graph else None  # fmt: skip
             call.notes += [note for note in (launched, step.compile_note, step.host_note) if note]
             metric.note_margin(call, selection)
-            if trained is not None and selection.offers != paired:
-                call.notes.append(f"the paired training run also included {', '.join(o.name for o in paired if o not in selection.offers)}, which were dropped later")  # fmt: skip
+            if trained is not None and selection.offers != after_training:
+                call.notes.append(f"the paired training run also included {', '.join(o.name for o in after_training if o not in selection.offers)}, which were dropped later")  # fmt: skip
         parts: list[TablePlan | CollectivePlan] = []
         if call.choose_tables or call.choose_collectives:
             with call.phase("choose tables and collectives"):

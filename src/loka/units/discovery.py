@@ -104,7 +104,8 @@ def discover(
 
     Example:
         >>> print(discover(model, batch))
-        over.0: over.0 -> over.2 -> over.4; ends: over.8 is a prediction layer
+        over.0: over.0 -> over.2 -> over.4; ends: over.6: it is a prediction layer
+        over.6: alone, it is a prediction layer
     """
     inner, searches = unwrap(model), []
     held = find_holders(inner)

@@ -20,7 +20,7 @@ class Example:
         kwargs: keyword arguments.
 
     Example:
-        >>> loka.units.discover(model, Example((dense, sparse), {"mask": mask}))
+        >>> found = loka.units.discover(model, Example((batch,), {}))  # model(batch)
     """
 
     args: tuple[Any, ...]
@@ -35,7 +35,8 @@ class Steps:
         runs: functions without arguments.
 
     Example:
-        >>> loka.units.discover(model, Steps(tuple(partial(train_step, batch) for batch in batches)))
+        >>> steps = Steps(tuple(lambda batch=batch: model(batch) for batch in batches))
+        >>> print(loka.units.discover(model, steps))
     """
 
     runs: tuple[Callable[[], Any], ...]
@@ -64,7 +65,7 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
         NotCalledError: the model itself was not called, though parts of it may have been.
 
     Example:
-        >>> example = loka.units.capture_example(model, lambda: trainer.step(batch), stop=True)
+        >>> example = loka.units.capture_example(model, lambda: train_step(model, batch), stop=True)
     """
     seen: list[Example] = []
 

@@ -131,7 +131,8 @@ class Unknown:
         reason: why the flow could not be recorded.
 
     Example:
-        >>> isinstance(loka.units.record(model, example), Unknown)
+        >>> isinstance(record(model, batch), Unknown)
+        False
     """
 
     reason: str

@@ -30,6 +30,8 @@ class Seen:
         units: the units to measure.
 
     Example:
+        >>> with measuring(model, discover(model, batch).units) as seen, torch.no_grad():
+        ...     output = model(batch)
         >>> units = seen.units(headroom=2.0)
     """
 
@@ -91,8 +93,8 @@ def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
         A context manager that yields a `Seen`; call its `units()` after the block.
 
     Example:
-        >>> with measuring(model, found.units) as seen, torch.no_grad():
-        ...     model(batch)
+        >>> with measuring(model, discover(model, batch).units) as seen, torch.no_grad():
+        ...     output = model(batch)
     """
     seen, modules = Seen(units), dict(named_sites(model))
     with ExitStack() as stack:

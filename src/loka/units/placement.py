@@ -26,7 +26,7 @@ def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
         One line per problem, with the module's name; empty if the unit can be placed.
 
     Example:
-        >>> refuse_unit(model, unit)
+        >>> refuse_unit(model, discover(another_model, batch).units[0])
         ['over.0: the model has no such module']
     """
     modules = dict(named_sites(model))
@@ -178,7 +178,8 @@ def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
         The unit, with the magnitudes that the chain's scales currently come from.
 
     Example:
-        >>> unit = describe_chain(model, place(model, found.units[0]))
+        >>> chain = place(model, discover(model, batch).units[0])
+        >>> unit = describe_chain(model, chain)
     """
     names = {id(module): name for name, module in reversed(list(named_sites(model)))}
     links, magnitudes = [], {}
@@ -213,7 +214,7 @@ def place(model: nn.Module, unit: UnitPlan) -> Chain:
         The placed chain.
 
     Example:
-        >>> chain = loka.units.place(model, found.units[0])
+        >>> chain = place(model, discover(model, batch).units[0])
     """
     chain = build_chain(model, unit).place()
     if unit.around is not None:
