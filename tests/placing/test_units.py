@@ -284,6 +284,10 @@ def test_serving_from_a_calibration() -> None:
     known, _ = make()
     loka.convert(known, plan_everything(known, x, serving=True), freeze=True)
     assert (known(*x) - exact).norm() < 0.1 * exact.norm()
+    copied = pickle.loads(pickle.dumps(known))
+    assert torch.equal(copied(*x), known(*x))
+    loka.revert(copied)
+    assert torch.equal(copied.eval()(*x), exact)
 
 
 def test_a_backend_beside_the_plan_runs() -> None:
