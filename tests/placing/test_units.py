@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import loka
@@ -18,6 +19,7 @@ from loka import models, mods
 from loka.dispatch.recipe import choice_of, recipe_named
 from loka.kernels.scaled_mm import scaled_mm
 from loka.lowp import chain_of, chains_of
+from loka.lowp.chain_handing import AnotherPathError
 from loka.lowp.interaction import interactions_of
 from loka.placing import calibrating, freeze_model, load_scale_state, plan_everything, scale_state
 from loka.records import GEMMS, LinkPlan, Plan, SitePlan, UnitPlan
@@ -457,7 +459,7 @@ class _Called(nn.Module):
         return self.last(F.relu(self.b(h + x if self.residual else h)))
 
 
-@pytest.mark.parametrize(("other", "said"), [({"act": F.silu}, "silu was called after a"), ({"residual": True}, "add reads a value inside the chain a")])  # fmt: skip
+@pytest.mark.parametrize(("other", "said"), [({"act": F.silu}, "silu was called after a"), ({"residual": True}, "add reads a value inside the chain a"), ({"act": F.softplus}, "softplus reads a value inside the chain a")])  # fmt: skip
 def test_an_example_shows_that_a_plan_is_for_another_forward(other: dict[str, Any], said: str) -> None:
     """Names and shapes fit; without the example the first step would end."""
     x = torch.randn(8, 64)
@@ -502,3 +504,36 @@ def test_a_plan_for_a_part_or_for_the_whole_is_told_apart() -> None:
         loka.convert(Holding(), plan_everything(_Called(), x))
     with pytest.raises(ValueError, match=r"holds this one as net: it names net\.a, which is a here"):
         loka.convert(_Called(), plan_everything(Holding(), x))
+
+
+@pytest.mark.parametrize("rewrite", [lambda m: prune.random_unstructured(m, "weight", 0.5), nn.utils.weight_norm], ids=["prune", "weight_norm"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+def test_a_weight_that_a_hook_makes_after_the_conversion_is_refused(rewrite: Any) -> None:
+    """The hook runs when its linear is called, after the head has read the weight: it would be one step old."""
+    model, x = converted("tower")
+    last = next(chains_of(model))[1].linears[-1]
+    rewrite(last)
+    with pytest.raises(ValueError, match="is made by a hook"):
+        model(*x)
+    loka.revert(model)
+    loka.convert(model, plan_everything(model, x), example=x)  # now without that linear
+    assert not any(last in chain.linears for _, chain in chains_of(model))
+    model(*x)
+
+
+def test_threads_that_share_a_chain_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads in one chain: the one that finds nothing left says what happened, not that an assertion failed."""
+    model, x = converted("tower")
+    chain = next(chains_of(model))[1]
+    begin = chain.begin
+
+    def interrupted(result: torch.Tensor) -> torch.Tensor:
+        handed = begin(result)
+        chain._result = None  # as another thread leaves it
+        return handed
+
+    monkeypatch.setattr(chain, "begin", interrupted)
+    with pytest.raises(
+        AnotherPathError, match="by another thread at the same time; hint: give each thread its own copy"
+    ):
+        model(*x)

@@ -81,7 +81,7 @@ class RunningChain(ChainWeights):
         if x.dim() != 2 and any(part.folds for part in self.parts):
             raise ValueError(f"{self.name}: a batch norm is folded into it, so it takes only [rows, {width}]; got {tuple(x.shape)}")  # fmt: skip
         if not torch.compiler.is_compiling():
-            self._refuse_shards()
+            self._refuse_weights()
             self.notice_unfiled()
             if self.given is not None and not x.is_inference():  # inference tensors have no version counter
                 self.given.append((x, x._version))
@@ -104,8 +104,14 @@ class RunningChain(ChainWeights):
         # no view where none is needed: a checkpoint's output that is a view cannot be written to in place
         return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.linears[-1].out_features)), seed
 
-    def _refuse_shards(self) -> None:
-        """Raise if weights are sharded separately: the head reads all of them, so all must be gathered first."""
+    def _refuse_weights(self) -> None:
+        """Raise if weights are sharded separately, or made by hooks of their linears: the head reads all of them first."""
+        if made := [
+            link.linear
+            for link, linear in zip(self.links[1:], self.linears[1:], strict=True)
+            if "weight" in linear.__dict__  # not a parameter, and not a property, as a parametrization's is
+        ]:
+            raise ValueError(f"{self.name}: the weight of {', '.join(made)} is made by a hook (prune, weight_norm), which runs after the chain has read it; hint: loka.revert(model), and convert again with the hook")  # fmt: skip
         if apart := [
             link.linear
             for link, linear in zip(self.links, self.linears, strict=True)

@@ -5,7 +5,7 @@ contiguous operands and wrong elsewhere.
 
     fresh     a new copy
     reused    one buffer for all operands of that shape: the address of the last call with other values
-    shifted   contiguous rows that begin some elements into their storage
+    shifted   contiguous rows that begin some elements into their storage, and end some before its end
     slices    rows inside a wider buffer, like a slice of a concatenation, which begins some elements into its storage
 
 On a GPU, shifts and strides are multiples of 16 bytes: libraries may require that, a violation kills the process
@@ -63,7 +63,8 @@ class Arrangement:
         unit = 1 if self.exact or x.device.type == "cpu" else max(1, GRANULE // x.element_size())
         shift = unit * choose_shift(number)
         if place == "shifted":
-            return torch.empty(x.numel() + shift, dtype=x.dtype, device=x.device)[shift:].view(x.shape).copy_(x)
+            storage = torch.empty(x.numel() + 2 * shift, dtype=x.dtype, device=x.device)
+            return storage[shift : shift + x.numel()].view(x.shape).copy_(x)
         rows, columns = x.shape
         stride = columns + -columns % unit + unit * choose_shift(number // 3)
         storage = torch.empty(rows * stride + shift, dtype=x.dtype, device=x.device)
@@ -74,6 +75,34 @@ def choose_shift(number: int) -> int:
     """Return a shift from 1 to 256. Consecutive numbers give different alignments."""
     order = (1, 8, 4, 2, 16, 3, 12, 6, 32, 5, 10, 7, 64, 9, 14, 11, 128, 13, 15, 48, 256, 24, 96, 20)
     return order[number % len(order)]
+
+
+class Surroundings:
+    """The memory around some tensors, to see whether a kernel has written to it.
+
+    Args:
+        tensors: as a kernel gets them: views of larger storages.
+
+    Example:
+        >>> around = Surroundings(a.data, b.data)
+        >>> kernel(a, b)
+        >>> around.changed()
+        False
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._storages = [_storage_of(t) for t in tensors if t.untyped_storage().nbytes() > t.nbytes]
+        self._before = [storage.clone() for storage in self._storages]
+
+    def changed(self) -> bool:
+        """Return True if anything in the storages of the tensors differs from before."""
+        pairs = zip(self._storages, self._before, strict=True)
+        return not all(torch.equal(now, before) for now, before in pairs)
+
+
+def _storage_of(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor's whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload, no-any-return]
 
 
 def unchanged(x: Tensor, y: Tensor) -> bool:
