@@ -482,6 +482,13 @@ def test_a_plan_of_another_model_names_the_linears_of_its_chains_too() -> None:
         assert "last: the model has no such module" in str(caught.value)
 
 
+def test_a_model_without_values_is_refused() -> None:
+    plan, model = plan_everything(_Called(), torch.randn(8, 64)), _Called().to("meta")
+    with pytest.raises(ValueError, match=r"a: on the meta device, without values; hint: model\.to_empty"):
+        loka.convert(model, plan)
+    assert type(model.a) is nn.Linear
+
+
 def test_an_activation_that_no_kernel_knows_is_refused() -> None:
     plan = plan_everything(_Called(), torch.randn(8, 64))
     links = [change(link, activation="swish") for link in plan.units[0].links]

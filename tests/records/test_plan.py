@@ -45,6 +45,9 @@ def test_an_older_plan_is_read_where_nothing_of_it_is_lost() -> None:
     found = from_json(json.dumps(document), Plan)
     assert found == plan
     assert json.loads(to_json(found))["schema"] == 2
+    for schema in (0, -1):  # no version wrote that
+        with pytest.raises(RecordError, match=f"field `schema` is {schema}, this loka reads 2; make it again"):
+            from_json(json.dumps({**document, "schema": schema}), Plan)
     document["seal"]["sha256"] = hashlib.sha256(b"another").hexdigest()
     with pytest.raises(RecordError, match="does not match its seal"):
         from_json(json.dumps(document), Plan)

@@ -162,6 +162,8 @@ def _upgrade(value: Any, kinds: dict[Any, type[Record]], where: str) -> None:
     if kind is not None and type(schema) is int and schema != kind.SCHEMA:
         if schema > kind.SCHEMA:
             raise RecordError(f"{_describe_schema_mismatch(kind, schema, where)}; written by a newer loka; upgrade")
+        if schema < 1:
+            raise RecordError(f"{_describe_schema_mismatch(kind, schema, where)}; make it again")
         try:
             kind.upgrade(value)
         except ValueError as error:
