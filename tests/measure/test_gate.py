@@ -395,6 +395,20 @@ def test_other_ops_are_judged_through_their_adapter(op: str) -> None:
         adapter_for("nothing")
 
 
+@pytest.mark.parametrize("op", ["fused_linear", "grouped_mm"])
+def test_a_kernel_of_another_op_that_remembers_a_weight_by_its_address_is_refused(op: str) -> None:
+    adapter = adapter_for(op)
+    described = adapter.calls([(16, 64, 32)], [adapter.VARIANTS[0]])[0]
+    kernel, known = registry.backend(op, "reference"), {}
+
+    def remembering(a: Any, b: QTensor, *operands: Any, **options: Any) -> Any:
+        kept = known.setdefault(b.data.data_ptr(), replace(b, data=b.data.clone(), scale=b.scale.clone()))
+        return kernel.run(a, kept, *operands, **options)
+
+    verdict = judge_backend(op, SimpleNamespace(supports=kernel.supports, run=remembering), described, "cpu")
+    assert not verdict
+
+
 def test_an_op_known_by_its_adapter_is_called_often_enough_for_a_race() -> None:
     adapter = adapter_for("topk")
     described = adapter.calls([(8, 64, 4)], ["float32"])[0]

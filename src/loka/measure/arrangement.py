@@ -13,13 +13,13 @@ instead of failing the call, and the facades of kernels copy other operands (lok
 `any_alignment = True` gets operands uncopied and is tested with shifts of single elements.
 """
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor
+from loka.formats import QTensor, Spec
 from loka.kernels.strides import GRANULE
 
 Place = Literal["fresh", "reused", "shifted", "slices"]
@@ -77,6 +77,36 @@ def choose_shift(number: int) -> int:
     return order[number % len(order)]
 
 
+@torch.no_grad()
+def refill(held: Any, new: Any) -> Any:
+    """Return operands in the memory of earlier ones, wherever both have a tensor of the same shape and dtype.
+
+    Args:
+        held: the earlier operands: tensors in dataclasses, tuples, lists and dicts. Their values are overwritten.
+        new: the operands, of the same structure. They are not changed.
+
+    Returns:
+        The values of `new` at the addresses of `held`.
+
+    Example:
+        >>> operands = refill(operands, adapter.operands(call, seed=1, distribution="normal", device=device))
+    """
+    if isinstance(new, Tensor):
+        same = isinstance(held, Tensor) and (held.shape, held.dtype) == (new.shape, new.dtype)
+        return held.copy_(new) if same else new
+    if type(held) is not type(new):
+        return new
+    if isinstance(new, dict):
+        return {name: refill(held.get(name), value) for name, value in new.items()}
+    if isinstance(new, tuple | list):
+        parts = [refill(old, value) for old, value in zip(held, new, strict=True)] if len(held) == len(new) else new
+        return type(new)(*parts) if hasattr(new, "_fields") else type(new)(parts)
+    if is_dataclass(new) and not isinstance(new, type | Spec):
+        named = {f.name: refill(getattr(held, f.name), getattr(new, f.name)) for f in fields(new) if f.init}
+        return replace(new, **named)
+    return new
+
+
 class Surroundings:
     """The memory around some tensors, to see whether a kernel has written to it.
 
@@ -102,7 +132,7 @@ class Surroundings:
 
 def _storage_of(x: Tensor) -> Tensor:
     """Return the bytes of a tensor's whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
 def unchanged(x: Tensor, y: Tensor) -> bool:
