@@ -482,6 +482,18 @@ def test_a_plan_of_another_model_names_the_linears_of_its_chains_too() -> None:
         assert "last: the model has no such module" in str(caught.value)
 
 
+def test_a_model_that_became_float64_is_told_what_to_do() -> None:
+    model, x = _Called(), torch.randn(8, 64)
+    expected = copy.deepcopy(model).double()(x.double())
+    loka.convert(model, plan_everything(model, x))
+    with pytest.raises(
+        ValueError, match=r"a is converted and its input is torch\.float64.*; hint: loka\.revert\(model\) first"
+    ):
+        model.double()(x.double())
+    loka.revert(model)
+    assert torch.equal(model(x.double()), expected)
+
+
 def test_a_model_without_values_is_refused() -> None:
     plan, model = plan_everything(_Called(), torch.randn(8, 64)), _Called().to("meta")
     with pytest.raises(ValueError, match=r"a: on the meta device, without values; hint: model\.to_empty"):

@@ -15,6 +15,7 @@ from loka.kernels.dropout import Dropout, factor_of, keep_mask
 from loka.kernels.fused_linear import NORM_BLOCK
 from loka.kernels.norm_quantize import norm_quantize
 from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.lowp.chain_forward import quantize_input, run_link
 from loka.lowp.chain_function import STATIC_SPEC, ChainTensors, Layout, Link
 from loka.lowp.chain_node import ChainFunction
@@ -22,6 +23,7 @@ from loka.lowp.chain_parts import ChainConfig
 from loka.lowp.chain_weights import ChainWeights
 from loka.lowp.folding import fold
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.leaving import refuse_dtype
 from loka.lowp.origins import ORIGINS, Normed, Origins
 from loka.lowp.scaling import find_amax
 from loka.nn.norm import BlockNorm
@@ -75,6 +77,8 @@ class RunningChain(ChainWeights):
         """Run the chain as `Chain.run`, and also return the dropout seed."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if dtype not in OUT_DTYPES:
+            refuse_dtype(self.name, dtype)
         width = self.linears[0].in_features
         if x.shape[-1] != width:
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
