@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -427,7 +428,7 @@ class TestQTensor:
         file = io.BytesIO()
         torch.save(q, file)
         file.seek(0)
-        for copied in (copy.deepcopy(q), torch.load(file, weights_only=False)):
+        for copied in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), torch.load(file, weights_only=False)):
             assert torch.equal(copied.dequantize(), q.dequantize())
             assert copied.spec == q.spec
 

@@ -226,6 +226,8 @@ class TestSwitching:
             GuardConfig(every=0)
         with pytest.raises(ValueError, match="no converted linear"):
             Guard(nn.Sequential(nn.Linear(2, 2)))
+        with pytest.raises(ValueError, match="config is dict, expected a GuardConfig"):
+            Guard(make(), {"every": 20})  # type: ignore[arg-type]
 
     def test_stopping_leaves_no_counters(self) -> None:
         model = make()

@@ -401,7 +401,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match="float64 weights: no low-precision GEMM writes float64"):
             Linear.replacing(nn.Linear(16, 16, dtype=torch.float64), binding_for("rowwise"))
         linear = Linear.replacing(nn.Linear(16, 16), binding_for("rowwise")).double()
-        with pytest.raises(ValueError, match=r"scaled_mm writes .*, got torch\.float64"):
+        with pytest.raises(
+            ValueError,
+            match=r"a linear is converted and its input is torch\.float64: no low-precision GEMM writes that; hint",
+        ):
             linear(torch.ones(2, 16, dtype=torch.float64))
 
     @pytest.mark.parametrize("shape", [(2, 17), (16, 2), (2, 32), (17,)], ids=str)

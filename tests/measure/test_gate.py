@@ -1,5 +1,6 @@
 """The gate at the true shape: what it refuses, what it lets pass, and that it asks once. Generated kernels are in tests/benchmarks/test_defects.py."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -127,16 +128,64 @@ def test_a_kernel_that_loses_single_large_weights_is_refused(
     assert not judge(run, call(*shape, variant=variant))
 
 
+@pytest.mark.parametrize("where", [slice(None), slice(0, 8), slice(-8, None)], ids=["anywhere", "first", "last"])
+@pytest.mark.parametrize("operand", ["a", "b"])
 @pytest.mark.parametrize("variant", ["e4m3:row@e4m3:row", "e4m3:tensor@e4m3:tensor", "e5m2:row@e4m3:row|fast|float32"])
-def test_a_kernel_that_loses_a_nan_is_refused(variant: str) -> None:
+def test_a_kernel_that_loses_a_nan_is_refused(variant: str, operand: str, where: slice) -> None:
+    def lose(q: QTensor) -> QTensor:
+        values = decode(q.data, q.spec.format)
+        values[:, where] = values[:, where].nan_to_num(0.0)
+        return replace(q, data=encode(values, q.spec.format))
+
     def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
-        values = decode(a.data, a.spec.format).nan_to_num(0.0)
-        return reference.run(replace(a, data=encode(values, a.spec.format)), b, **options)
+        return reference.run(lose(a) if operand == "a" else a, lose(b) if operand == "b" else b, **options)
 
     verdict = judge(run, call(variant=variant))
     assert not verdict
     assert "on extreme operands" in verdict.reason
     assert "differ in being NaN" in verdict.reason
+
+
+def write_after(x: Tensor) -> None:
+    """Change the byte behind a tensor, or else the one before it, if its storage has one."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    size = x.element_size()
+    end = size * (x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1)
+    at = end if end < len(memory) else size * x.storage_offset() - 1
+    if at >= 0:
+        memory[at] += 1
+
+
+@pytest.mark.parametrize("part", ["a.data", "a.scale", "b.data", "b.scale"])
+@pytest.mark.parametrize("variant", ["e4m3:row@e4m3:row", "e4m3:1x128@e4m3:128x128"])
+def test_a_kernel_that_writes_beside_its_operands_is_refused(variant: str, part: str) -> None:
+    def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        operand, name = part.split(".")
+        write_after(getattr(a if operand == "a" else b, name))
+        return reference.run(a, b, **options)
+
+    verdict = judge(run, call(variant=variant))
+    assert not verdict
+    assert "it writes beside its operands" in verdict.reason
+
+
+def test_a_kernel_that_is_wrong_in_another_thread_is_refused() -> None:
+    """A backward pass on a GPU has its own thread: state per thread, such as a workspace, must be right there too."""
+    home = threading.get_ident()
+
+    def spoiled(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        return reference.run(a, b, **options) * (1 if threading.get_ident() == home else 1.1)
+
+    verdict = judge(spoiled)
+    assert not verdict
+    assert "called from another thread" in verdict.reason
+
+    def quantize(x: Tensor, spec: Spec) -> QTensor:
+        return quantize_by_law(x if threading.get_ident() == home else 2 * x, spec)
+
+    verdict = judge_quantizer(quantize, QuantizeCall(24, 40, ROW), "cpu")
+    assert not verdict
+    assert "called from another thread" in verdict.reason
 
 
 TRIGGERS = {
@@ -157,7 +206,14 @@ def test_a_kernel_that_is_wrong_behind_a_relu_is_refused(trigger: Any, variant: 
         factor = torch.where(trigger(decode(a.data, a.spec.format)), 1.1, 1.0)
         return (reference.run(a, b, **options).double() * factor[:, None]).to(options["out_dtype"])
 
+    def gradient(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        """In a weight gradient, what comes from a ReLU is the other operand: look at its rows one by one."""
+        factor = torch.stack([trigger(row[None])[0] for row in decode(b.data, b.spec.format)])
+        right = reference.run(a, b, **options).double()
+        return (right * torch.where(factor, 1.1, 1.0)).to(options["out_dtype"])
+
     assert not judge(run, call(variant=variant))
+    assert not judge(gradient, call(variant=variant))
 
 
 def test_a_kernel_that_reads_one_scale_at_the_beginning_of_its_storage_is_refused() -> None:
@@ -276,6 +332,31 @@ def test_a_right_quantiser_passes(spec: str, dtype: torch.dtype) -> None:
     assert verdict, verdict.reason
 
 
+@pytest.mark.parametrize("spec", ["e4m3:row", "e4m3:tensor", "e4m3:128x128", "e5m2:1x128"])
+def test_quantisers_that_fail_on_zeros_or_infinities_are_refused(spec: str) -> None:
+    def divide_by_zero(x: Tensor, spec: Spec) -> QTensor:
+        q = quantize_by_law(x, spec)
+        return q if x.any() else replace(q, scale=q.scale * torch.nan)
+
+    def count_infinities(x: Tensor, spec: Spec) -> QTensor:
+        return quantize_by_law(x.nan_to_num(nan=torch.nan), spec)
+
+    def overflow(x: Tensor, spec: Spec) -> QTensor:
+        return quantize_by_law(torch.where(x.isfinite(), x.clamp(-1e20, 1e20), x), spec)
+
+    def write(x: Tensor, spec: Spec) -> QTensor:
+        write_after(x)
+        return quantize_by_law(x, spec)
+
+    described = QuantizeCall(150, 200, Spec.parse(spec))
+    for quantizer, said in (
+        (divide_by_zero, "on zero operands"), (count_infinities, "on extreme"), (overflow, "on extreme"), (write, "beside its input"),
+    ):  # fmt: skip
+        verdict = judge_quantizer(quantizer, described, "cpu")
+        assert not verdict, quantizer
+        assert said in verdict.reason
+
+
 def test_quantisers_that_are_a_bit_off_are_refused() -> None:
     def off_at_saturation(x: Tensor, spec: Spec) -> QTensor:
         q = quantize_by_law(x, spec)
@@ -312,6 +393,20 @@ def test_other_ops_are_judged_through_their_adapter(op: str) -> None:
     assert verdict, verdict.reason
     with pytest.raises(ValueError, match="no benchmark for op"):
         adapter_for("nothing")
+
+
+@pytest.mark.parametrize("op", ["fused_linear", "grouped_mm"])
+def test_a_kernel_of_another_op_that_remembers_a_weight_by_its_address_is_refused(op: str) -> None:
+    adapter = adapter_for(op)
+    described = adapter.calls([(16, 64, 32)], [adapter.VARIANTS[0]])[0]
+    kernel, known = registry.backend(op, "reference"), {}
+
+    def remembering(a: Any, b: QTensor, *operands: Any, **options: Any) -> Any:
+        kept = known.setdefault(b.data.data_ptr(), replace(b, data=b.data.clone(), scale=b.scale.clone()))
+        return kernel.run(a, kept, *operands, **options)
+
+    verdict = judge_backend(op, SimpleNamespace(supports=kernel.supports, run=remembering), described, "cpu")
+    assert not verdict
 
 
 def test_an_op_known_by_its_adapter_is_called_often_enough_for_a_race() -> None:

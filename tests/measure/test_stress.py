@@ -23,7 +23,9 @@ def test_sets_fit_their_call_and_differ_by_seed(name: str, variant: str) -> None
     first, again, other = (matmul_set(call, name, seed=seed, device=CPU) for seed in (0, 0, 1))
     assert (first.a.shape, first.b.shape, first.a.spec, first.b.spec) == ((20, 150), (9, 150), call.a, call.b)
     for q in (first.a, first.b):
-        assert int(q.dequantize().isnan().sum()) == (name == "extreme" and q is first.a and q.spec.format.has_nan)
+        bad = q.dequantize().isnan()
+        assert int(bad.sum()) == (q.shape[0] // 8 if name == "extreme" and q.spec.format.has_nan else 0)
+        assert bad.any(1).sum() == bad.sum()  # a row each
         assert not q.dequantize().isinf().any()
         assert (q.scale > 0).all()
     assert torch.equal(first.a.data.view(torch.uint8), again.a.data.view(torch.uint8))
@@ -38,6 +40,8 @@ def test_sets_are_what_they_say() -> None:
     assert (impulses[1::2] == 0).all()
     assert impulses.abs().amax(0).count_nonzero() > 35  # nearly all columns in turn: 40 rows of them
     assert (elements("heavy")[::2] == 0).all()
+    heavy = matmul_set(CALL, "heavy", seed=0, device=CPU).b
+    assert 0.3 < (decode(heavy.data, heavy.spec.format) >= 0).all(1).float().mean() < 0.7
     constant = elements("constant")
     assert (constant == constant[0]).all()
     scale = matmul_set(CALL, "constant", seed=0, device=CPU).a.scale.flatten()
@@ -69,6 +73,7 @@ def test_a_rectified_operand_is_what_a_relu_gives(what: str) -> None:
 def test_a_few_rows_contain_no_nan() -> None:
     few = matmul_set(parse_variant("e4m3:row@e4m3:row", (3, 48, 64)), "extreme", seed=0, device=CPU)
     assert few.a.dequantize().isfinite().all()
+    assert few.b.dequantize().isnan().nonzero()[:, 1].sort().values.tolist() == [0, 24, 47]
 
 
 def test_turned_and_rescaled_are_nearly_flat() -> None:
@@ -116,4 +121,6 @@ def test_inputs_of_quantisers(name: str, dtype: torch.dtype) -> None:
     x = quantize_set(name, 40, 300, seed=1, dtype=dtype, device=CPU)
     assert (x.shape, x.dtype) == ((40, 300), dtype)
     assert x.isnan().sum() == (name == "extreme")
+    assert x.isinf().sum() == 2 * (name == "extreme")
+    assert bool(x.any()) == (name != "zero")
     assert quantize_set(name, 0, 8, seed=1, dtype=dtype, device=CPU).shape == (0, 8)

@@ -147,3 +147,14 @@ def test_unknown_and_repeated_mods_are_refused():
 def test_options_are_spelled_where_they_are_not_the_default():
     assert mods.spell(mods.UseBlockNorm(block=128)) == "block_norm(block=128)"
     assert mods.spell(mods.UseBlockNorm()) == "block_norm"
+
+
+@pytest.mark.parametrize("mod", mods.names())
+def test_a_part_that_torchscript_runs_is_left_alone(mod):
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.SiLU()))
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), scripted, nn.Linear(16, 1)), torch.randn(8, 16)
+    before = model(x)
+    mods.apply(model, mod, example=x)
+    assert model[2] is scripted
+    mods.revert(model)
+    assert torch.equal(model(x), before)

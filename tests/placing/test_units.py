@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import loka
@@ -18,6 +19,7 @@ from loka import models, mods
 from loka.dispatch.recipe import choice_of, recipe_named
 from loka.kernels.scaled_mm import scaled_mm
 from loka.lowp import chain_of, chains_of
+from loka.lowp.chain_handing import AnotherPathError
 from loka.lowp.interaction import interactions_of
 from loka.placing import calibrating, freeze_model, load_scale_state, plan_everything, scale_state
 from loka.records import GEMMS, LinkPlan, Plan, SitePlan, UnitPlan
@@ -284,6 +286,10 @@ def test_serving_from_a_calibration() -> None:
     known, _ = make()
     loka.convert(known, plan_everything(known, x, serving=True), freeze=True)
     assert (known(*x) - exact).norm() < 0.1 * exact.norm()
+    copied = pickle.loads(pickle.dumps(known))
+    assert torch.equal(copied(*x), known(*x))
+    loka.revert(copied)
+    assert torch.equal(copied.eval()(*x), exact)
 
 
 def test_a_backend_beside_the_plan_runs() -> None:
@@ -453,7 +459,7 @@ class _Called(nn.Module):
         return self.last(F.relu(self.b(h + x if self.residual else h)))
 
 
-@pytest.mark.parametrize(("other", "said"), [({"act": F.silu}, "silu was called after a"), ({"residual": True}, "add reads a value inside the chain a")])  # fmt: skip
+@pytest.mark.parametrize(("other", "said"), [({"act": F.silu}, "silu was called after a"), ({"residual": True}, "add reads a value inside the chain a"), ({"act": F.softplus}, "softplus reads a value inside the chain a")])  # fmt: skip
 def test_an_example_shows_that_a_plan_is_for_another_forward(other: dict[str, Any], said: str) -> None:
     """Names and shapes fit; without the example the first step would end."""
     x = torch.randn(8, 64)
@@ -474,6 +480,25 @@ def test_a_plan_of_another_model_names_the_linears_of_its_chains_too() -> None:
             loka.convert(other, plan, example=example)
         assert "b: the model has no such module" in str(caught.value)
         assert "last: the model has no such module" in str(caught.value)
+
+
+def test_a_model_that_became_float64_is_told_what_to_do() -> None:
+    model, x = _Called(), torch.randn(8, 64)
+    expected = copy.deepcopy(model).double()(x.double())
+    loka.convert(model, plan_everything(model, x))
+    with pytest.raises(
+        ValueError, match=r"a is converted and its input is torch\.float64.*; hint: loka\.revert\(model\) first"
+    ):
+        model.double()(x.double())
+    loka.revert(model)
+    assert torch.equal(model(x.double()), expected)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    plan, model = plan_everything(_Called(), torch.randn(8, 64)), _Called().to("meta")
+    with pytest.raises(ValueError, match=r"a: on the meta device, without values; hint: model\.to_empty"):
+        loka.convert(model, plan)
+    assert type(model.a) is nn.Linear
 
 
 def test_an_activation_that_no_kernel_knows_is_refused() -> None:
@@ -498,3 +523,36 @@ def test_a_plan_for_a_part_or_for_the_whole_is_told_apart() -> None:
         loka.convert(Holding(), plan_everything(_Called(), x))
     with pytest.raises(ValueError, match=r"holds this one as net: it names net\.a, which is a here"):
         loka.convert(_Called(), plan_everything(Holding(), x))
+
+
+@pytest.mark.parametrize("rewrite", [lambda m: prune.random_unstructured(m, "weight", 0.5), nn.utils.weight_norm], ids=["prune", "weight_norm"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+def test_a_weight_that_a_hook_makes_after_the_conversion_is_refused(rewrite: Any) -> None:
+    """The hook runs when its linear is called, after the head has read the weight: it would be one step old."""
+    model, x = converted("tower")
+    last = next(chains_of(model))[1].linears[-1]
+    rewrite(last)
+    with pytest.raises(ValueError, match="is made by a hook"):
+        model(*x)
+    loka.revert(model)
+    loka.convert(model, plan_everything(model, x), example=x)  # now without that linear
+    assert not any(last in chain.linears for _, chain in chains_of(model))
+    model(*x)
+
+
+def test_threads_that_share_a_chain_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads in one chain: the one that finds nothing left says what happened, not that an assertion failed."""
+    model, x = converted("tower")
+    chain = next(chains_of(model))[1]
+    begin = chain.begin
+
+    def interrupted(result: torch.Tensor) -> torch.Tensor:
+        handed = begin(result)
+        chain._result = None  # as another thread leaves it
+        return handed
+
+    monkeypatch.setattr(chain, "begin", interrupted)
+    with pytest.raises(
+        AnotherPathError, match="by another thread at the same time; hint: give each thread its own copy"
+    ):
+        model(*x)

@@ -1,6 +1,7 @@
 """Quantised modules hold their weight ready for the GEMM: odd widths are padded when a module is made, moved or loaded, never in a forward."""
 
 import copy
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -61,6 +62,7 @@ def test_a_moved_or_copied_module_brings_it_along(padding: SimpleNamespace) -> N
     twin = copy.deepcopy(module)
     assert parts_of(twin.ready)[0].data_ptr() != parts_of(module.ready)[0].data_ptr()
     assert torch.equal(twin(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), expected)
     assert torch.equal(module.double().float()(x), expected)  # casts leave the FP8 bytes alone
     assert module.to("meta").ready.device.type == "meta"
 

@@ -3,16 +3,20 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import loka
 from loka.data.batch import Jagged
+from loka.dispatch.recipe import choice_of, recipe_named
 from loka.models import build
 from loka.models.onerec import OneRec, semantic_id_loss
+from loka.placing import plan_everything
 from loka.ptq import (
     QuantizedExperts,
     QuantizedLinear,
@@ -23,6 +27,7 @@ from loka.ptq import (
     save,
     size_in_bytes,
 )
+from loka.records import GEMMS, Plan, SitePlan
 
 
 def make(size: str = "tiny-moe", seed: int = 0, **options: object) -> OneRec:
@@ -465,3 +470,38 @@ class TestExport:
         summary = quantize(model, "tensorwise")
         with pytest.raises(ValueError, match="no spelling"):
             quantization_config(model, summary)
+
+
+class _Reads(nn.Module):
+    """Weights that a forward reads: one without a call of its linear, one besides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed_by, self.read, self.called, self.head = (nn.Linear(64, n) for n in (64, 64, 64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.passed_by.weight.to(x.dtype), self.passed_by.bias).relu()
+        return self.head(self.called(h).relu() + self.read(h)) + self.read.weight.float().square().sum()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "plan"])
+def test_weights_that_the_model_reads_stay(recipe: str) -> None:
+    """Where nothing is to be calibrated, a batch still shows what is read: 8-bit values without their scale are wrong."""
+    torch.manual_seed(0)
+    model, x = _Reads().eval(), torch.randn(32, 64)
+    exact = model(x)
+    plan = _plan_with_linears(model) if recipe == "plan" else recipe
+    summary = loka.quantize(model, plan, batches=[x])
+    assert (model(x) - exact).norm() < 0.1 * exact.norm()
+    assert {type(model.passed_by), type(model.read)} == {nn.Linear}
+    assert isinstance(model.called, QuantizedLinear)
+    assert set(summary.kept) >= {"passed_by", "read"}
+    assert "its weight is read elsewhere too" in summary.kept["read"]
+    assert summary.record.recipe == ("auto" if recipe == "plan" else recipe)
+
+
+def _plan_with_linears(model: nn.Module) -> Plan:
+    """Every linear by the recipe rowwise, also those that a report would keep."""
+    choices = [choice_of(gemm, recipe_named("rowwise").operands(gemm), "asked for") for gemm in GEMMS]
+    sites = [SitePlan(n, 32, m.in_features, m.out_features, 0.25, choices) for n, m in model.named_children()]
+    return msgspec.structs.replace(plan_everything(model, torch.randn(32, 64)), sites=sites, units=[])

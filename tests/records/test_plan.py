@@ -22,6 +22,9 @@ def test_a_site_cannot_be_more_than_the_whole() -> None:
 
 def test_an_older_plan_is_refused_also_inside_another_record() -> None:
     document = {**json.loads(to_json(example_of(Plan))), "schema": 1}
+    for schema in (0, -1):  # no version wrote that
+        with pytest.raises(RecordError, match=f"field `schema` is {schema}, this loka reads 2; make it again"):
+            from_json(json.dumps({**document, "schema": schema}), Plan)
     with pytest.raises(RecordError, match=r"old\.json: field `schema` is 1, this loka reads 2; make it again"):
         from_json(json.dumps(document), Plan, source="old.json")
     whole = json.loads(to_json(example_of(Tuning)))

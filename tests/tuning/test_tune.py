@@ -111,6 +111,23 @@ def test_rewrites_without_low_precision_are_said() -> None:
     assert not loka.mods.applied_to(model)
 
 
+@pytest.mark.parametrize("options", [{}, {"architecture": True}, {"target": "serve"}], ids=str)
+def test_a_model_that_was_only_rewritten_is_tuned_again(options: dict[str, Any]) -> None:
+    """What the first call has applied or frozen belongs to it: trials of the second do not undo it, and `revert` does."""
+    model, _ = make_trained()
+    before = state_of(model)
+    first = tune(model, **options, metric=lambda m, b: torch.full((4,), 2.0 if placed(m) else 1.0))
+    assert first.plan.mods
+    assert not placed(model)
+    rewritten = state_of(model)
+    again = tune(model, target=options.get("target", "train"))
+    assert tuple(again.plan.mods) == loka.mods.applied_to(model) == tuple(first.plan.mods)
+    assert placed(model) or "target" in options  # nothing is predicted for a model without gradients
+    first.revert()
+    assert same(state_of(model), before)
+    assert not same(before, rewritten)
+
+
 def test_serving_freezes_and_answers() -> None:
     model, _ = make_trained()
     high = copy.deepcopy(model).eval()

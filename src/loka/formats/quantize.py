@@ -22,6 +22,7 @@ This module is numerics only: no autograd, fusion or layouts. The fast kernels a
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,31 @@ def smallest_scale() -> float:
 
 
 SMALLEST_SCALE = smallest_scale()
+
+
+class _Bytes(NamedTuple):
+    """A tensor of one-byte floats, as it is pickled."""
+
+    data: Tensor
+    dtype: torch.dtype
+
+
+def pack(value: Any) -> Any:
+    """Return a value, or a tuple or dict of values, with 8-bit floats as bytes: torch's pickles of them do not load."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize == 1:
+        return _Bytes(value.view(torch.uint8), value.dtype)
+    if isinstance(value, dict):
+        return {name: pack(part) for name, part in value.items()}
+    return tuple(pack(part) for part in value) if type(value) is tuple else value
+
+
+def unpack(value: Any) -> Any:
+    """Undo `pack`."""
+    if isinstance(value, _Bytes):
+        return value.data.view(value.dtype)
+    if isinstance(value, dict):
+        return {name: unpack(part) for name, part in value.items()}
+    return tuple(unpack(part) for part in value) if type(value) is tuple else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +126,12 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values that this represents."""
         return dequantize(self, dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return pack(vars(self))  # type: ignore[no-any-return]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(unpack(state))
 
     def transpose(self) -> "QTensor":
         """Swap the last two dimensions, as views. Elements keep their scales."""

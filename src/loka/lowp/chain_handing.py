@@ -80,7 +80,9 @@ class StandIn(Tensor):
         found = next(_stand_ins((args, kwargs)))
         chain: HandsOn = found.__dict__["loka_chain"]
         mine = args[0] if args and isinstance(args[0], StandIn) else None
-        name = getattr(getattr(func, "__self__", func), "__name__", "")  # of a property's getter it is the property's
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # the getter of a property
+            name = func.__self__.__name__
         if mine is not None and name == "device":
             return mine.__dict__["loka_device"]
         # A reentrant checkpoint that ends in front of the last activation calls backward on what it recomputed.
@@ -164,8 +166,7 @@ class HandsOn:
 
     def _pass_linear(self) -> Tensor:
         """Return the output of the linear that was just called: the result if nothing follows, otherwise a stand-in."""
-        result, last = self._result, self._at == len(self.parts) - 1
-        assert result is not None
+        result, last = self._held(self._result), self._at == len(self.parts) - 1
         if last and not self._stops():
             self.forget()
             return result
@@ -224,9 +225,7 @@ class HandsOn:
 
     def _hand_on(self, in_place: bool) -> Tensor:
         """Return the result after the last expected call of the chain, and what was passed on before it."""
-        handed, result = self.pending, self._result
-        assert handed is not None
-        assert result is not None
+        handed, result = self._held(self.pending), self._held(self._result)
         last = self._at == len(self.parts) - 1
         # the last call decides itself whether its result has a history, but for one that writes to its input
         if not last or (in_place and self._grad):
@@ -248,9 +247,9 @@ class HandsOn:
         """Raise if gradients were enabled or disabled since the head ran, and some would be lost or added by that."""
         if torch.is_grad_enabled() == self._grad:
             return
-        assert self._result is not None
+        result = self._held(self._result)
         trains = self.frozen is None and any(p.requires_grad for part in self.parts for p in part.linear.parameters())
-        if self._result.requires_grad if self._grad else trains:
+        if result.requires_grad if self._grad else trains:
             self.forget()
             now, before = ("disabled", "enabled") if self._grad else ("enabled", "disabled")
             raise AnotherPathError(
@@ -259,6 +258,16 @@ class HandsOn:
                 "contain all of the chain or nothing of it, or use loka.tune, which takes such a chain apart",
                 self.name,
             )
+
+    def _held(self, tensor: Tensor | None) -> Tensor:
+        """Return what is passed on. Raise if another thread has taken it."""
+        if tensor is None:
+            raise AnotherPathError(
+                f"the chain {self.name} is being called by another thread at the same time; hint: give each thread its "
+                "own copy of the model (copy.deepcopy)",
+                self.name,
+            )
+        return tensor
 
     def leave(self, caller: nn.Module) -> None:
         """Handle the end of a caller's forward. Raise if it left out calls that only it could have made."""

@@ -15,6 +15,7 @@ from loka.kernels.dropout import Dropout, factor_of, keep_mask
 from loka.kernels.fused_linear import NORM_BLOCK
 from loka.kernels.norm_quantize import norm_quantize
 from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.lowp.chain_forward import quantize_input, run_link
 from loka.lowp.chain_function import STATIC_SPEC, ChainTensors, Layout, Link
 from loka.lowp.chain_node import ChainFunction
@@ -22,6 +23,7 @@ from loka.lowp.chain_parts import ChainConfig
 from loka.lowp.chain_weights import ChainWeights
 from loka.lowp.folding import fold
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.leaving import refuse_dtype
 from loka.lowp.origins import ORIGINS, Normed, Origins
 from loka.lowp.scaling import find_amax
 from loka.nn.norm import BlockNorm
@@ -75,13 +77,15 @@ class RunningChain(ChainWeights):
         """Run the chain as `Chain.run`, and also return the dropout seed."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if dtype not in OUT_DTYPES:
+            refuse_dtype(self.name, dtype)
         width = self.linears[0].in_features
         if x.shape[-1] != width:
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
         if x.dim() != 2 and any(part.folds for part in self.parts):
             raise ValueError(f"{self.name}: a batch norm is folded into it, so it takes only [rows, {width}]; got {tuple(x.shape)}")  # fmt: skip
         if not torch.compiler.is_compiling():
-            self._refuse_shards()
+            self._refuse_weights()
             self.notice_unfiled()
             if self.given is not None and not x.is_inference():  # inference tensors have no version counter
                 self.given.append((x, x._version))
@@ -104,8 +108,14 @@ class RunningChain(ChainWeights):
         # no view where none is needed: a checkpoint's output that is a view cannot be written to in place
         return (y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.linears[-1].out_features)), seed
 
-    def _refuse_shards(self) -> None:
-        """Raise if weights are sharded separately: the head reads all of them, so all must be gathered first."""
+    def _refuse_weights(self) -> None:
+        """Raise if weights are sharded separately, or made by hooks of their linears: the head reads all of them first."""
+        if made := [
+            link.linear
+            for link, linear in zip(self.links[1:], self.linears[1:], strict=True)
+            if "weight" in linear.__dict__  # not a parameter, and not a property, as a parametrization's is
+        ]:
+            raise ValueError(f"{self.name}: the weight of {', '.join(made)} is made by a hook (prune, weight_norm), which runs after the chain has read it; hint: loka.revert(model), and convert again with the hook")  # fmt: skip
         if apart := [
             link.linear
             for link, linear in zip(self.links, self.linears, strict=True)

@@ -1,4 +1,4 @@
-"""Raise helpful errors when converted modules are passed to exporters that do not support them."""
+"""Raise helpful errors when converted modules are passed to exporters, or to a dtype, that they do not support."""
 
 from typing import Any, NoReturn
 
@@ -13,6 +13,11 @@ _HINT = (
 def refuse_script(name: str) -> NoReturn:
     """Raise for torch.jit.script, which cannot compile the code of a converted module."""
     raise ValueError(f"{name or 'a linear'} is converted: TorchScript cannot compile it; {_HINT}")
+
+
+def refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
+    """Raise for an input whose dtype no low-precision GEMM writes, such as that of a model after `model.double()`."""
+    raise ValueError(f"{name or 'a linear'} is converted and its input is {dtype}: no low-precision GEMM writes that; hint: loka.revert(model) first, or an input in float32, bfloat16 or float16")  # fmt: skip
 
 
 def refuse_export(converted: Any) -> None:

@@ -22,11 +22,12 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from loka.kernels.prepared import layout_of
+from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.lowp.auto import moved
 from loka.lowp.binding import LinearBinding
 from loka.lowp.chain import chains_of
 from loka.lowp.health import FORWARD, record, sampled_error, turn_of
-from loka.lowp.leaving import refuse_export, refuse_script
+from loka.lowp.leaving import refuse_dtype, refuse_export, refuse_script
 from loka.lowp.linear_function import Given, Layouts, LinearFunction, parts_of
 from loka.lowp.linear_state import LinearState, can_cache
 from loka.lowp.scaling import AmaxState, find_amax
@@ -160,6 +161,8 @@ class Linear(nn.Linear):
         refuse_export(self.state)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        if dtype not in OUT_DTYPES and self.binding.fprop is not None:
+            refuse_dtype(self.state.name, dtype)
         with torch.autocast(kind, enabled=False):
             if input.shape[-1] != self.in_features:
                 raise ValueError(f"Linear takes [..., {self.in_features}], got {tuple(input.shape)}")

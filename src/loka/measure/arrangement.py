@@ -5,7 +5,7 @@ contiguous operands and wrong elsewhere.
 
     fresh     a new copy
     reused    one buffer for all operands of that shape: the address of the last call with other values
-    shifted   contiguous rows that begin some elements into their storage
+    shifted   contiguous rows that begin some elements into their storage, and end some before its end
     slices    rows inside a wider buffer, like a slice of a concatenation, which begins some elements into its storage
 
 On a GPU, shifts and strides are multiples of 16 bytes: libraries may require that, a violation kills the process
@@ -13,13 +13,13 @@ instead of failing the call, and the facades of kernels copy other operands (lok
 `any_alignment = True` gets operands uncopied and is tested with shifts of single elements.
 """
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor
+from loka.formats import QTensor, Spec
 from loka.kernels.strides import GRANULE
 
 Place = Literal["fresh", "reused", "shifted", "slices"]
@@ -63,7 +63,8 @@ class Arrangement:
         unit = 1 if self.exact or x.device.type == "cpu" else max(1, GRANULE // x.element_size())
         shift = unit * choose_shift(number)
         if place == "shifted":
-            return torch.empty(x.numel() + shift, dtype=x.dtype, device=x.device)[shift:].view(x.shape).copy_(x)
+            storage = torch.empty(x.numel() + 2 * shift, dtype=x.dtype, device=x.device)
+            return storage[shift : shift + x.numel()].view(x.shape).copy_(x)
         rows, columns = x.shape
         stride = columns + -columns % unit + unit * choose_shift(number // 3)
         storage = torch.empty(rows * stride + shift, dtype=x.dtype, device=x.device)
@@ -74,6 +75,64 @@ def choose_shift(number: int) -> int:
     """Return a shift from 1 to 256. Consecutive numbers give different alignments."""
     order = (1, 8, 4, 2, 16, 3, 12, 6, 32, 5, 10, 7, 64, 9, 14, 11, 128, 13, 15, 48, 256, 24, 96, 20)
     return order[number % len(order)]
+
+
+@torch.no_grad()
+def refill(held: Any, new: Any) -> Any:
+    """Return operands in the memory of earlier ones, wherever both have a tensor of the same shape and dtype.
+
+    Args:
+        held: the earlier operands: tensors in dataclasses, tuples, lists and dicts. Their values are overwritten.
+        new: the operands, of the same structure. They are not changed.
+
+    Returns:
+        The values of `new` at the addresses of `held`.
+
+    Example:
+        >>> operands = refill(operands, adapter.operands(call, seed=1, distribution="normal", device=device))
+    """
+    if isinstance(new, Tensor):
+        same = isinstance(held, Tensor) and (held.shape, held.dtype) == (new.shape, new.dtype)
+        return held.copy_(new) if same else new
+    if type(held) is not type(new):
+        return new
+    if isinstance(new, dict):
+        return {name: refill(held.get(name), value) for name, value in new.items()}
+    if isinstance(new, tuple | list):
+        parts = [refill(old, value) for old, value in zip(held, new, strict=True)] if len(held) == len(new) else new
+        return type(new)(*parts) if hasattr(new, "_fields") else type(new)(parts)
+    if is_dataclass(new) and not isinstance(new, type | Spec):
+        named = {f.name: refill(getattr(held, f.name), getattr(new, f.name)) for f in fields(new) if f.init}
+        return replace(new, **named)
+    return new
+
+
+class Surroundings:
+    """The memory around some tensors, to see whether a kernel has written to it.
+
+    Args:
+        tensors: as a kernel gets them: views of larger storages.
+
+    Example:
+        >>> around = Surroundings(a.data, b.data)
+        >>> kernel(a, b)
+        >>> around.changed()
+        False
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._storages = [_storage_of(t) for t in tensors if t.untyped_storage().nbytes() > t.nbytes]
+        self._before = [storage.clone() for storage in self._storages]
+
+    def changed(self) -> bool:
+        """Return True if anything in the storages of the tensors differs from before."""
+        pairs = zip(self._storages, self._before, strict=True)
+        return not all(torch.equal(now, before) for now, before in pairs)
+
+
+def _storage_of(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor's whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
 def unchanged(x: Tensor, y: Tensor) -> bool:

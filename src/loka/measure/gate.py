@@ -2,7 +2,7 @@
 
     judge_backend("scaled_mm", registry.backend("scaled_mm", "triton"), call, device)      ok, or the reason why not
 
-A GEMM runs on the thirteen operand sets of `stress`, a quantizer on its seven, and every other op on the distributions
+A GEMM runs on the thirteen operand sets of `stress`, a quantizer on its eight, and every other op on the distributions
 of `inputs` through its benchmark adapter. All sets run in each of several rounds, so that between two calls on the same
 operands there are calls on others:
 
@@ -10,12 +10,13 @@ operands there are calls on others:
     2  operands in reused buffers, which held other values before; every allocation of torch is filled with NaN
     3  operands at odd addresses and, alternately, odd strides; memory handed out next is filled with large numbers
 
-If the backend supports prepared weights, every other call of rounds 2 and 3 uses one. A quantizer, which has fewer
-sets, runs rounds 2 and 3 twice.
+If the backend supports prepared weights, every other call of rounds 2 and 3 uses one. Every fifth call of these rounds
+comes from another thread and, on a GPU, another stream, as those of a backward pass or a captured step do. A quantizer,
+which has fewer sets, runs rounds 2 and 3 twice. Other ops run six rounds, every second one in reused buffers.
 
 The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
 with the first bit by bit and, if they differ, with the exact one: a kernel may add in another order each time, but must
-be correct each time. Results must be new memory, and operands must not change. A backend may raise on an odd address or
+be correct each time. Results must be new memory; operands, and the memory around them, must not change. A backend may raise on an odd address or
 stride, but must not be wrong there.
 
 The bound is 1.5 times the error of fast accumulation over all of K (`conformance.accumulation_error`), whether the call
@@ -29,11 +30,13 @@ Verdicts are cached for the life of the process. The reference backend itself (u
 checked on two sets and a part of the rows.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -48,7 +51,7 @@ from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm import reference as matmul_reference
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.adapter import Quantize, adapter_for
-from loka.measure.arrangement import Arrangement, Place, unchanged
+from loka.measure.arrangement import Arrangement, Place, Surroundings, refill, unchanged
 from loka.measure.comparison import Product, compare_product
 from loka.measure.conformance import (
     Conformance,
@@ -81,6 +84,10 @@ class Round:
     def at(self, number: int) -> "Round":
         """Return the round for one of its calls: every other shifted call uses slices instead."""
         return replace(self, place="slices") if self.place == "shifted" and number % 2 else self
+
+    def is_elsewhere(self, number: int) -> bool:
+        """Return True if one of its calls comes from another thread and stream."""
+        return self.place != "fresh" and number % 5 == 4
 
 
 FRESH, REUSED, MOVED = Round("fresh", math.nan), Round("reused", None, poison=True), Round("shifted", 1e4)
@@ -213,13 +220,41 @@ def _fill_memory(round_: Round, size: int, device: torch.device) -> AbstractCont
     return poisoned_allocations() if round_.poison else nullcontext()
 
 
-def _describe(round_: Round, name: str, reason: str) -> str:
+def _call(run: Callable[[], Any], device: torch.device, *, elsewhere: bool) -> Any:
+    """Call a kernel, from another thread and stream if `elsewhere`."""
+    if not elsewhere:
+        return run()
+    here = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_call_after, here, run, device).result()
+
+
+@torch.no_grad()
+def _call_after(stream: torch.cuda.Stream | None, run: Callable[[], Any], device: torch.device) -> Any:
+    """Call a kernel on another stream, after what is queued on one."""
+    if stream is None:
+        return run()
+    own = _side_stream(device)
+    own.wait_stream(stream)
+    with torch.cuda.device(device), torch.cuda.stream(own):
+        result = run()
+    own.synchronize()
+    return result
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of such calls, always the same: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _describe(round_: Round, number: int, name: str, reason: str) -> str:
     places = {
         "reused": " in reused buffers, poisoned memory",
         "shifted": " at odd addresses",
         "slices": " with odd strides",
     }
-    where = places.get(round_.place, "")
+    where = places.get(round_.place, "") + ", called from another thread" * round_.is_elsewhere(number)
     return f"on {name} operands{where}: {reason}"
 
 
@@ -247,11 +282,13 @@ class _MatmulTrial:
         """Run and judge one call."""
         chosen = self.sets[name]
         with _fill_memory(round_, self.call.m * self.call.n, self.device):
-            out, a, b = self._run(chosen, round_, number)
+            out, a, b, beside = self._run(chosen, round_, number)
         if not (unchanged(a.data, chosen.a.data) and unchanged(b.data, chosen.b.data)):
             return Conformance.failed("it writes into its operands", self.allowed)
         if not (unchanged(a.scale, chosen.a.scale) and unchanged(b.scale, chosen.b.scale)):
             return Conformance.failed("it writes into the scales of its operands", self.allowed)
+        if beside:
+            return Conformance.failed("it writes beside its operands", self.allowed)
         if out.numel() and any(out.data_ptr() == known.data_ptr() for known in self.first.values()):
             reason = "the result lies in memory that an earlier result was returned in"
             return Conformance.failed(reason, self.allowed)
@@ -265,21 +302,25 @@ class _MatmulTrial:
             self.first[name] = out
         return verdict
 
-    def _run(self, chosen: OperandSet, round_: Round, number: int) -> tuple[Tensor, QTensor, QTensor]:
-        prepare = round_ is not FRESH and number % 2 == 0
+    def _run(self, chosen: OperandSet, round_: Round, number: int) -> tuple[Tensor, QTensor, QTensor, bool]:
         try:
-            return self._run_in(chosen, round_.place, prepare, number)
+            return self._run_in(chosen, round_, number, round_.place)
         except Exception:
             if round_.place in ("fresh", "reused"):
                 raise
-            return self._run_in(chosen, "fresh", prepare, number)  # a backend may refuse odd addresses and strides
+            return self._run_in(chosen, round_, number, "fresh")  # a backend may refuse odd addresses and strides
 
-    def _run_in(self, chosen: OperandSet, place: Place, prepare: bool, number: int) -> tuple[Tensor, QTensor, QTensor]:
+    def _run_in(
+        self, chosen: OperandSet, round_: Round, number: int, place: Place
+    ) -> tuple[Tensor, QTensor, QTensor, bool]:
+        """Return the result, the operands, and whether anything beside them was written to."""
         a = self.arrangement.put_quantized(chosen.a, place, number, role="a")
         b = self.arrangement.put_quantized(chosen.b, place, number + 5, role="b")
-        weight = prepare_for(self.backend, b, a.spec) if prepare else b
-        out = self.backend.run(a, weight, out_dtype=self.call.out_dtype, fast_accum=self.call.fast_accum)
-        return out, a, b
+        around = Surroundings(a.data, a.scale, b.data, b.scale)
+        weight = prepare_for(self.backend, b, a.spec) if round_ is not FRESH and number % 2 == 0 else b
+        run = partial(self.backend.run, a, weight, out_dtype=self.call.out_dtype, fast_accum=self.call.fast_accum)
+        out = _call(run, self.device, elsewhere=round_.is_elsewhere(number))
+        return out, a, b, around.changed()
 
 
 @torch.no_grad()
@@ -288,7 +329,7 @@ def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Confo
     for number, round_, name in _steps(backend, MATMUL_SETS):
         verdict = trial.step(number, round_, name)
         if not verdict:
-            return Conformance(False, verdict.error, trial.allowed, _describe(round_, name, verdict.reason))
+            return Conformance(False, verdict.error, trial.allowed, _describe(round_, number, name, verdict.reason))
         worst = max(worst, verdict.error)
     return Conformance(True, worst, trial.allowed)
 
@@ -307,14 +348,18 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> C
     expected = {name: _make_checks(call.spec, x, options[name]) for name, x in inputs_.items()}
     for number, round_, name in _steps(backend, QUANTIZE_SETS):
         x = arrangement.put(inputs_[name], round_.place, number, role="x")
+        around = Surroundings(x)
         with _fill_memory(round_, call.m * call.k, device):
-            found = backend.run(x, call.spec, **options[name])
+            run = partial(backend.run, x, call.spec, **options[name])
+            found = _call(run, device, elsewhere=round_.is_elsewhere(number))
         for q, law in zip(found, expected[name], strict=True):
             verdict = Conformance(True, 0.0, 0.0) if law is None else law(q)
             if not verdict:
-                return Conformance(False, verdict.error, 0.0, _describe(round_, name, verdict.reason))
+                return Conformance(False, verdict.error, 0.0, _describe(round_, number, name, verdict.reason))
         if not unchanged(x, inputs_[name]):
-            return Conformance.failed(_describe(round_, name, "it writes into its input"))
+            return Conformance.failed(_describe(round_, number, name, "it writes into its input"))
+        if around.changed():
+            return Conformance.failed(_describe(round_, number, name, "it writes beside its input"))
     return Conformance(True, 0.0, 0.0)
 
 
@@ -344,9 +389,11 @@ def _judge_other(op: str, backend: Any, call: Any, device: torch.device) -> Conf
         name: adapter.operands(call, seed=seed, distribution=name, device=device)
         for seed, name in enumerate(OTHER_SETS)
     }
-    for _ in range(OTHER_ROUNDS):
+    held = copy.deepcopy(sets[OTHER_SETS[0]])
+    for turn in range(OTHER_ROUNDS):
         for name, operands in sets.items():
-            verdict = adapter.check(backend, call, operands)
+            # every other round in the same memory: exposes what is cached by address
+            verdict = adapter.check(backend, call, refill(held, operands) if turn % 2 else operands)
             if not verdict:
                 return Conformance(False, verdict.error, verdict.tolerance, f"on {name} operands: {verdict.reason}")
             worst = max(worst, verdict, key=lambda v: v.error)

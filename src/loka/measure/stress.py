@@ -1,4 +1,4 @@
-"""Operands that expose kernel bugs: thirteen sets for a GEMM of quantized operands, seven for a quantizer.
+"""Operands that expose kernel bugs: thirteen sets for a GEMM of quantized operands, eight for a quantizer.
 
 Elements and scales are drawn independently, since a kernel does not know where they come from: elements as shares v of
 the format's range (q = round(v * format.max)), scales as a grid of their own. So every code can occur in every row,
@@ -9,9 +9,11 @@ under tensor scales too, and every scale differs from its neighbors.
                  operands
     rescaled     flat, except for the scales of b: exposes results cached by elements
     spread       rows and blocks of very different size, in elements and scales: exposes scales read at the wrong place
-    heavy        Student t with two degrees of freedom, where few elements dominate a row; every other row of a is zero
+    heavy        Student t with two degrees of freedom, where few elements dominate a row; every other row of a is zero;
+                 half of b's rows are as behind a ReLU: in a weight gradient, b is the layer's input
     extreme      an interleaved mix of rows: zero, saturated, clipped, subnormal, with a single element or outlier, 2^40
-                 and 2^-40 times the others, or with all codes equally likely; one row of a contains a NaN
+                 and 2^-40 times the others, or with all codes equally likely; up to three rows of each operand contain a
+                 NaN, also in the first and the last column
     duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements with different scales
     constant     one row repeated M times, a quarter with twice the scale; three quarters of b's rows are equal too
     huge         all rows of a 2^20 to 2^40 times their size; every other row of b has one element that dominates it,
@@ -23,6 +25,7 @@ under tensor scales too, and every scale differs from its neighbors.
                  products show; the other rows are zero
     rectified    a as behind a ReLU: no negative element, half of them zero, columns equal in pairs; some rows without a
                  zero, of one value, or with zeros in their right half
+    zero         nothing but zeros, for quantizers: a scale of 0 / 0
 
 The signs of all products are random. The error bounds require that: fast accumulation loses a sum of one sign linearly,
 which is an error of the format (measured by `loka.probe`), not a defect of a kernel.
@@ -41,11 +44,12 @@ MATMUL_SETS = (
     "flat", "turned", "rescaled", "spread", "heavy", "extreme", "duplicates", "constant", "huge", "tiny", "saturated", "impulses",
     "rectified",
 )  # fmt: skip
-QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated", "rectified")
+QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated", "rectified", "zero")
 TYPICAL = 0.25  # standard deviation of ordinary elements, as a share of the format's range
 FAR = 40  # powers of two between an extreme row and the others
+FURTHER = 100  # the same for a quantizer, which multiplies no two of them
 BLOCK = 128
-NAN_ROWS = 8  # operands with fewer rows contain no NaN
+NAN_ROWS = 8  # rows of an operand for each that contains a NaN
 EXTREMES = ("plain", "zero", "saturated", "clipped", "subnormal", "outlier", "impulse", "huge", "tiny")
 
 
@@ -69,7 +73,7 @@ def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) 
         one = _Maker(call.a, 1, call, generator).make(_normal(1, call.k, generator), spread=0.5)
         return OperandSet(name, left.vary_scales(_repeat(one, call.m)), right.mostly_constant(), True)
     a, b = getattr(left, name)(), getattr(right, _PARTNER.get(name, name))()
-    return OperandSet(name, _put_nan(a) if name == "extreme" else a, b)
+    return OperandSet(name, _put_nan(a), _put_nan(b)) if name == "extreme" else OperandSet(name, a, b)
 
 
 def _vary_flat(flat: OperandSet, name: str) -> OperandSet:
@@ -87,18 +91,22 @@ def _negate_row(q: QTensor, row: int) -> QTensor:
 
 
 def _put_nan(q: QTensor) -> QTensor:
-    """Make one element a NaN, if the format has one. Its row of the result is NaN, so a few rows are left as they are."""
+    """Put NaN into the middle, the first and the last column of one row each, if the format has NaN.
+
+    Such a row makes a row or column of the result NaN, so small operands have fewer of them.
+    """
     rows, cols = q.shape
     if not q.spec.format.has_nan or rows < NAN_ROWS or not cols:
         return q
     values = decode(q.data, q.spec.format)
-    values[rows // 2, cols // 2] = torch.nan
+    for row, column in ((rows // 2, cols // 2), (rows // 4, 0), (3 * rows // 4, cols - 1))[: rows // NAN_ROWS]:
+        values[row, column] = torch.nan
     return replace(q, data=encode(values, q.spec.format))
 
 
 # the kind of b for a given kind of a, where they differ
 _PARTNER = {
-    "heavy": "spread",
+    "heavy": "half_rectified",
     "huge": "half_dominated",
     "tiny": "half_subnormal",
     "saturated": "half_saturated",
@@ -247,6 +255,11 @@ class _Maker:
     def rectified(self) -> QTensor:
         return self.make(_rectify(_normal(self.rows, self.k, self.generator)), spread=0.5)
 
+    def half_rectified(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        chosen = self._uniform(self.rows) < 0.5
+        return self.make(torch.where(chosen[:, None], _rectify(v.clone()), v), spread=0.5)
+
     def _uniform(self, count: int) -> Tensor:
         return torch.rand(count, generator=self.generator, device=self.generator.device)
 
@@ -322,7 +335,7 @@ def _bytes(data: Tensor) -> Tensor:
 def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make an input [rows, cols] for a quantizer, by its name in QUANTIZE_SETS (see the module's table).
 
-    The set `extreme` contains a NaN.
+    The set `extreme` contains a NaN and, if it has three rows, two infinities.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator, device=device)
@@ -334,7 +347,7 @@ def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dty
     elif name == "heavy":
         x = heavy_tails(rows, cols, generator)
     elif name == "extreme":
-        x = _extreme_values(x, 4 if dtype == torch.float16 else FAR, generator)
+        x = _extreme_values(x, 4 if dtype == torch.float16 else FURTHER, generator)
     elif name == "duplicates":
         index, twice = duplicate_rows(rows, generator, device=device)
         x = x[index] * torch.where(twice, 2.0, 1.0)[:, None]
@@ -342,6 +355,8 @@ def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dty
         x = x.sign() * (1 + torch.randint(2, (rows, 1), generator=generator, device=device))
     elif name == "rectified":
         x = _rectify(x)
+    elif name == "zero":
+        x = torch.zeros_like(x)
     return (factor * x).to(dtype)
 
 
@@ -358,4 +373,6 @@ def _extreme_values(x: Tensor, far: int, generator: torch.Generator) -> Tensor:
     x = torch.where(kinds == 6, (8 * x).round() / 8, x)  # ties
     if rows and cols:
         x[rows // 2, cols // 2] = torch.nan
+    if rows > 2 and cols:
+        x[0, 0], x[rows - 1, cols - 1] = torch.inf, -torch.inf
     return x

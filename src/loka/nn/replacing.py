@@ -19,8 +19,10 @@ def runs_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
         >>> runs_as(nn.GELU(), nn.GELU)
         True
     """
-    own = type(module).forward
-    return "forward" not in vars(module) and any(isinstance(module, kind) and own is kind.forward for kind in kinds)
+    return any(
+        isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
+        for kind in kinds
+    )
 
 
 def is_watched(module: nn.Module) -> bool:

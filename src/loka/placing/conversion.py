@@ -18,8 +18,8 @@ Scales remembered between steps are not part of the state_dict: save them with `
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -398,6 +398,33 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
     if inner.__dict__.pop(_MODS, None):
         mods.revert(inner)
     return count
+
+
+@contextmanager
+def converted(model: nn.Module, plan: Plan) -> Iterator[Conversion]:
+    """Convert a model by a plan inside the block, and undo that afterwards, but nothing that an earlier call has done.
+
+    Args:
+        model: a model without converted linears. An earlier call may have applied mods to it or frozen it.
+        plan: what to run where.
+
+    Returns:
+        A context manager that yields the conversion.
+
+    Example:
+        >>> with loka.placing.converted(model, plan):
+        ...     model(batch)
+    """
+    inner = unwrap(model)
+    earlier = {name: inner.__dict__.pop(name) for name in (_MODS, _THAWED) if name in inner.__dict__}
+    try:
+        done = convert(model, plan)
+        try:
+            yield done
+        finally:
+            revert(model)
+    finally:
+        inner.__dict__.update(earlier)
 
 
 def _release(model: nn.Module) -> int:

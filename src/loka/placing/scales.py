@@ -65,6 +65,32 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         chain.find_primed()
 
 
+def is_calibrated(model: nn.Module) -> bool:
+    """Check whether a converted model has scales that `calibrating` sets: those of chains, and static ones.
+
+    Args:
+        model: a converted model, wrapped or not.
+
+    Returns:
+        False if every scale is found in the forward.
+
+    Example:
+        >>> loka.placing.scales.is_calibrated(model)
+        True
+    """
+    inner = unwrap(model)
+    return bool(_find_static(inner)) or any(True for _ in chains_of(inner))
+
+
+def _find_static(model: nn.Module) -> dict[str, AmaxState]:
+    """Return the states of linears with static scales."""
+    return {
+        name: linear.state.x
+        for name, linear in linears_of(model)
+        if linear.state.x is not None and any(spec.mode == "static" for spec in linear.binding.x_specs.values())
+    }
+
+
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
     """Set fixed scales from the batches run in this block: the largest magnitude each site sees becomes its bound.
@@ -83,12 +109,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
         ...         model(batch)
     """
     inner = unwrap(model)
-    states = {
-        name: linear.state.x
-        for name, linear in linears_of(inner)
-        if linear.state.x is not None and any(spec.mode == "static" for spec in linear.binding.x_specs.values())
-    }
-    chains = [chain for _, chain in chains_of(inner)]
+    states, chains = _find_static(inner), [chain for _, chain in chains_of(inner)]
     if not states and not chains:
         raise ValueError(
             "no converted linear has static scales; hint: convert(..., options=LinearOptions(scales='static'))"

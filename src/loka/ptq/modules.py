@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from loka.formats import QTensor, Spec, scale_shape
 from loka.formats import quantize as quantize_by_law
+from loka.formats.quantize import pack, unpack
 from loka.kernels import grouped_mm, registry
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import GemmWay, prepare, scaled_mm
@@ -94,6 +95,14 @@ class _Quantized(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        self._make_ready()
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("ready", "_source", "_versions")  # a copy makes its own
+        return pack({name: value for name, value in vars(self).items() if name not in made})  # type: ignore[no-any-return]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(unpack(state))  # type: ignore[no-untyped-call]
         self._make_ready()
 
     def extra_repr(self) -> str:

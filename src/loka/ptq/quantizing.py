@@ -37,13 +37,16 @@ from loka.lowp.binding import LinearBinding
 from loka.lowp.linear import linears_of, refuse
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear
-from loka.nn.wrapping import named_sites, unwrap
+from loka.nn.wrapping import named_sites, plain_name, unwrap
 from loka.placing import calibrating, convert, freeze_model, revert
 from loka.placing.linears import candidates, spoken_for
+from loka.placing.scales import is_calibrated
 from loka.probe.swapping import Switchable, swap
 from loka.ptq.chains import describe_chains, is_wide, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
+from loka.units import Unknown
+from loka.units import record as record_flow
 from loka.units.example import call_model
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -119,7 +122,9 @@ def quantize(
         recipe: a recipe's name (tensorwise, rowwise, blockwise, onerec, onerec_rows, onerec_mixed), a Mixture of your
             own, or a Plan. `auto` is onerec for a OneRec model, otherwise rowwise.
         batches: inputs of the model to calibrate static scales: those of chains without evidence, and those of
-            `scales="static"`. The first one is also the example for a plan's mods.
+            `scales="static"`. The first one is also the example for a plan's mods, and shows which weights the model
+            reads without calling their linears; those stay in 16-bit precision. Without batches such a read gets
+            8-bit values without their scale.
         score: (model) -> losses per example, and their groups or None. If given, every site is measured.
         bound: the largest accepted relative change of the mean loss; needs `score`.
         widen: also quantize sites that the mixture keeps out of caution, if that is safe; needs `score`.
@@ -155,14 +160,15 @@ def quantize(
             'batches fix static scales, and with a recipe scales="dynamic" has none; hint: scales="static", or leave batches out'
         )
     found, before = dict(candidates(inner)), size_in_bytes(inner, 2)
+    read = _find_read(inner, held)
     changes: dict[str, Interval] = {}
     total, notes = None, list[str]()
     plan: Plan | None
     if isinstance(recipe, Plan):
-        name, plan, experts, reasons = recipe.recipe, recipe, dict[str, GemmWay](), dict[str, str]()
+        name, plan, experts, reasons = recipe.recipe, recipe, dict[str, GemmWay](), dict(read)
     else:
         mixture = _find_mixture(inner, recipe)
-        decided = _decide(inner, found, mixture, keep, module_filter_fn)
+        decided = _decide(inner, found, mixture, keep, module_filter_fn, read)
         if score is not None:
             changes, total, notes = _measure(inner, found, decided, score, bound, widen, backend or "auto", progress)
         name, reasons = mixture.name, decided.reasons
@@ -172,9 +178,11 @@ def quantize(
     if isinstance(recipe, Plan):
         found = dict(candidates(inner))  # the plan's mods may have changed the sites
     running = {
-        linear.state.name or n: gemm for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None
+        site: gemm
+        for n, linear in linears_of(inner)
+        if (site := linear.state.name or n) not in read and (gemm := linear.binding.fprop) is not None
     }
-    _pack(inner, found, experts, backend or "auto")
+    _pack(inner, found, experts, backend or "auto", read)
     _explain(reasons, found, done)
     now = dict(named_sites(inner))
     record = Quantized(
@@ -233,14 +241,19 @@ def _find_mixture(model: nn.Module, recipe: str | Mixture | Plan) -> Mixture:
 
 
 def _decide(
-    model: nn.Module, found: dict[str, Site], mixture: Mixture, keep: Sequence[str], allowed: ModuleFilter | None
+    model: nn.Module,
+    found: dict[str, Site],
+    mixture: Mixture,
+    keep: Sequence[str],
+    allowed: ModuleFilter | None,
+    read: Mapping[str, str],
 ) -> _Decided:
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(
                 f"keep={pattern!r} matches no site; sites are {', '.join(list(found)[:8])}{', ...' * (len(found) > 8)}"
             )
-    made, taken = _Decided({}, {}, {}), spoken_for(model)
+    made, taken = _Decided({}, {}, {}), {**spoken_for(model), **read}
     for name, module in found.items():
         experts = isinstance(module, GroupedLinear)
         rule = mixture.decide(name, experts=experts)
@@ -374,7 +387,7 @@ def _place(model: nn.Module, plan: Plan | None, held: Sequence[Any], backend: st
     modes = [(module, module.training) for module in model.modules()]
     done = convert(model, plan, backend=backend, example=held[0] if held else None)
     try:
-        if held:
+        if held and is_calibrated(model):
             with calibrating(model):
                 for batch in held:
                     call_model(model.eval(), batch)
@@ -387,14 +400,31 @@ def _place(model: nn.Module, plan: Plan | None, held: Sequence[Any], backend: st
     return done
 
 
-def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay], backend: str) -> None:
-    """Replace frozen linears and experts by modules with only FP8 weights. Linears with static scales are kept."""
+def _find_read(model: nn.Module, held: Sequence[Any]) -> dict[str, str]:
+    """Return the linears whose weight the model reads besides calling them, with the reason to keep it."""
+    flow = record_flow(model, held[0], training=False) if held else Unknown("no batch")
+    if isinstance(flow, Unknown):
+        return {}
+    names = [
+        plain_name(name).removesuffix(".weight") for name in sorted(flow.outside_reads) if name.endswith(".weight")
+    ]
+    sites = dict(candidates(model))
+    return {
+        name: "its weight is read elsewhere too, where 8-bit values would be wrong" for name in names if name in sites
+    }
+
+
+def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay], backend: str, read: Mapping[str, str]) -> None:  # fmt: skip
+    """Replace frozen linears and experts by modules with only FP8 weights, but for those whose weight is read elsewhere.
+
+    Linears with static scales are kept.
+    """
     new: dict[str, nn.Module] = {}
     for first, linear in list(linears_of(model)):
         gemm, name = linear.binding.fprop, linear.state.name or first
-        if gemm is None or gemm.a.mode == "dynamic":
+        if gemm is None or gemm.a.mode == "dynamic" or name in read:
             plain = linear.release()
-            if gemm is not None:
+            if gemm is not None and name not in read:
                 new[name] = quantize_module(plain, gemm, backend=gemm.backend)
     new |= {name: quantize_module(found[name], operands, backend=backend) for name, operands in experts.items()}
     put(model, new)

@@ -8,15 +8,14 @@ end decides: a plan whose change may exceed the margin is not within it.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loka.placing import convert, revert
+from loka.placing import convert
 from loka.probe.paired import Losses, gather
 from loka.records import Interval, Plan
 from loka.tuning.task import MakeOptimizer, Task
@@ -159,13 +158,3 @@ def _as_tensor(value: Any) -> Tensor:
         kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"the metric returned {kind}, expected a number or a tensor of numbers, lower is better")
     return value if value.is_floating_point() else value.double()
-
-
-@contextmanager
-def converted(model: nn.Module, plan: Plan) -> Iterator[Any]:
-    """Convert a model by a plan inside the block, and revert it afterwards. Yields the conversion."""
-    done = convert(model, plan)
-    try:
-        yield done
-    finally:
-        revert(model)

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from loka.dispatch.choosing import Offer
 from loka.kernels import registry
 from loka.nn.wrapping import named_sites
+from loka.placing import converted
 from loka.records import Plan
 from loka.tuning.call import Call, Selection
-from loka.tuning.comparing import converted
 from loka.tuning.looking import ROWS
 from loka.units.example import tensors_in
 from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed

@@ -8,10 +8,11 @@ import torch
 from loka.dispatch.choosing import Offer, part_of, split_unit
 from loka.lowp.chain_handing import AnotherPathError
 from loka.nn.wrapping import named_sites
+from loka.placing import converted
 from loka.probe.paired import Losses, spell_change
 from loka.records import Interval
 from loka.tuning.call import Call, Selection
-from loka.tuning.comparing import compare, converted, evaluate
+from loka.tuning.comparing import compare, evaluate
 from loka.tuning.evidence import digest
 from loka.tuning.rehearsal import replace_chain_by_linears
 

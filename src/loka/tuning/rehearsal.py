@@ -9,11 +9,12 @@ import torch
 
 from loka.dispatch.choosing import Offer, take_apart
 from loka.lowp.chain_handing import AnotherPathError
+from loka.placing import converted
 from loka.probe.paired import spell_change
 from loka.records import Interval
 from loka.tuning import choosing
 from loka.tuning.call import Call, Selection
-from loka.tuning.comparing import converted, train_paired
+from loka.tuning.comparing import train_paired
 from loka.units.undisturbed import gradients_aside, undisturbed
 
 _TWICE = "differentiate twice"  # part of autograd's message for a function that has only a first derivative

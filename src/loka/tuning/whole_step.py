@@ -12,11 +12,10 @@ import torch
 
 from loka.dispatch.choosing import Offer
 from loka.lowp.chain_handing import AnotherPathError
-from loka.placing import freeze_model
+from loka.placing import converted, freeze_model
 from loka.records import Interval
 from loka.tuning import timing
 from loka.tuning.call import Call, Selection
-from loka.tuning.comparing import converted
 from loka.tuning.rehearsal import replace_chain_by_linears
 from loka.units.undisturbed import put_back
 
