@@ -19,8 +19,8 @@ TRAINED = (
     "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_wukong.json and trained.json -->"
 )
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
-INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_serve.json, tune_zoo_dlrm.json, tune_zoo.json, zoo_wukong_infer.json and zoo_inference.json -->"
-SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
+INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_plain.json, tune_zoo_serve.json, zoo_wukong_infer.json and zoo_inference.json -->"
+SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json and serving_ranker.json -->"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 END = "<!-- end of numbers -->"
@@ -33,7 +33,7 @@ SECTIONS = (
     ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
      "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
      "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),
-    ("One call of tune", "tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_wukong.json, trained.json", zoo.tune_table,
+    ("One call of tune", "tune_zoo_plain.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_wukong.json, trained.json", zoo.tune_table,
      "The same models, trained for 500 steps on labels of a fixed teacher, or for a third of a training run on real data (Census-Income), then tuned on batches they had not seen. Each row gives speed and loss of one configuration. "
      "The step is forward and backward without an optimizer. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
     ("Fast and loss-neutral in one configuration", "trained_wukong.json, trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
@@ -59,7 +59,9 @@ SECTIONS = (
     ("The choice of kernels", "dispatch/dispatch.json", kernels.dispatch_table,
      "Time of the kernels chosen by a plan from database rows, relative to the fastest kernel available."),
     ("scaled_mm", "scaled_mm.json", lambda: kernels.bench_table("h200/scaled_mm.json"), "The GEMM alone, without quantization."),
-    ("quantize", "quantize.json", lambda: kernels.bench_table("h200/quantize.json"), "Quantize a tensor, and on request its transpose, to FP8. The bf16 column is a copy of the same tensor."),
+    ("Quantizers", "quantizers.json", kernels.quantizers_table,
+     "16-bit matrices of random shapes (64 to 32,768 rows; 256 to 8,192 columns, a third of them odd numbers) to FP8, and on request their transposes: the share of the bandwidth of a kernel that copies the bytes the math needs, "
+     "which are x once, or twice where a scale depends on all of it, and every result once. \"Small\" matrices have less than 8 million elements; a copy of them takes 2 to 8 us, about as long as a launch, and scales that depend on all of x take a second one."),
     ("What a probe costs", "probe_overhead.json", kernels.probe_table, "Statistics of every linear, including gradients, on one step in 100."),
     ("The kernels of generation", "generative_kernels.json", lambda: kernels.bench_table("h200/generative_kernels.json"),
      "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context. The record has every tile that was tried."),

@@ -1,5 +1,6 @@
 """Kernels and single layers compared with bf16, the choice of kernels, and the cost of a probe."""
 
+import statistics
 from typing import Any
 
 from tables.results import read, table
@@ -64,6 +65,23 @@ def bench_table(name: str) -> str | None:
             ]
         )
     return table(["call", "best backend", "bf16, us", "best, us", "roofline, us", "over bf16", "refused"], rows)
+
+
+def quantizers_table() -> str | None:
+    """Return the share of a copy's bandwidth that quantizers reach at random shapes, small and large."""
+    found = read("h200/quantizers.json")
+    if found is None:
+        return None
+    rows = []
+    for variant in dict.fromkeys(row["variant"] for row in found["rows"]):
+        timed = [row for row in found["rows"] if row["variant"] == variant and "percent" in row]
+        plain, _, transposed = variant.partition("+")
+        cells = [f"`{plain}`", f"`{transposed}`" if transposed else ""]
+        for small in (True, False):
+            shares = [row["percent"] for row in timed if (row["m"] * row["k"] < 8e6) == small]
+            cells.append(f"{statistics.median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f})" if shares else "")
+        rows.append([*cells, f"{sum(row['percent'] >= found['bar_percent'] for row in timed)} of {len(timed)}"])
+    return table(["result", "and its transpose", "small, median (worst to best)", "large", "at 75 % or more"], rows)
 
 
 def size_table() -> str | None:

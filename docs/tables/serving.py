@@ -33,7 +33,19 @@ def serving_headline() -> str | None:
             said.append(f"{' and '.join(ratios)} with {context:,} items of history")
     if not said:
         return None
-    return f"**Serving.** OneRec 4B-A0.5B over HTTP on one H200: answers per second within the deadline, FP8 over bf16 with the same server: {'; '.join(said)} (random weights; [all rows](docs/measured.md))."
+    return f"**Serving.** OneRec 4B-A0.5B over HTTP on one H200: answers per second within the deadline, FP8 over bf16 with the same server: {'; '.join(said)}. {_ranker_sentence()}(Random weights; [all rows](docs/measured.md).)"
+
+
+def _ranker_sentence() -> str:
+    """Return what the ranker answers within the shorter deadline at the smallest requests, and the range of its ratios."""
+    found = (read("h200/serving_ranker.json") or {"rows": []})["rows"]
+    goodput = {(row["sla_ms"], row["rows_a_request"], row["variant"]): row["goodput"] for row in found}
+    ratios = {(sla, rows): goodput[sla, rows, "fp8"] / value for (sla, rows, v), value in goodput.items() if v == "bf16" and (sla, rows, "fp8") in goodput}  # fmt: skip
+    if not ratios:
+        return ""
+    sla, rows = min(ratios)
+    ends = f"{min(ratios.values()):.2f}x to {max(ratios.values()):.2f}x over bf16 in {len(ratios)} settings"
+    return f"A Wukong ranker with requests of {rows} rows: {goodput[sla, rows, 'fp8']:,.0f} answers per second within {sla:g} ms in FP8, {ratios[sla, rows]:.2f}x over bf16 ({ends}). "
 
 
 def _cell(row: dict[str, Any]) -> str:

@@ -167,7 +167,7 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 def tune_table() -> str | None:
     """Return one configuration per row: step and loss compared with bf16."""
-    found = _newest("tune_zoo_wukong", "tune_zoo_serve", "tune_zoo", "tune_zoo_dlrm", "tune_zoo_more", "tune_zoo_small")
+    found = _newest("tune_zoo_plain", "tune_zoo_wukong", "tune_zoo_serve", "tune_zoo", "tune_zoo_dlrm", "tune_zoo_more", "tune_zoo_small")
     if not found:
         return None
     rows, titles = [], MODELS | MORE
@@ -192,7 +192,7 @@ def inference_headline() -> str | None:
     """Return one paragraph: what `loka.tune` chose for serving with its change of the loss, and all chains in FP8 over the faster mode of bf16."""
     names = {"wukong": "Wukong", "dlrm": "DLRM", "tower": "MLP tower", "cross": "cross network", "encoder": "transformer encoder"}  # fmt: skip
     tuned, ratios = [], []
-    rows = [row for row in _newest("tune_zoo_serve", "tune_zoo", "tune_zoo_dlrm") if row["target"] == "serve" and "record" in row]  # fmt: skip
+    rows = [row for row in _newest("tune_zoo_plain", "tune_zoo_serve") if row["target"] == "serve" and "record" in row]  # fmt: skip
     timed = _newest("zoo_wukong_infer", "zoo_inference")
     for model, name in names.items():
         for row in (row for row in rows if row["model"] == model):
