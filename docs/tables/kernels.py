@@ -79,7 +79,9 @@ def quantizers_table() -> str | None:
         cells = [f"`{plain}`", f"`{transposed}`" if transposed else ""]
         for small in (True, False):
             shares = [row["percent"] for row in timed if (row["m"] * row["k"] < 8e6) == small]
-            cells.append(f"{statistics.median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f})" if shares else "")
+            cells.append(
+                f"{statistics.median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f})" if shares else ""
+            )
         rows.append([*cells, f"{sum(row['percent'] >= found['bar_percent'] for row in timed)} of {len(timed)}"])
     return table(["result", "and its transpose", "small, median (worst to best)", "large", "at 75 % or more"], rows)
 

@@ -167,7 +167,15 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 def tune_table() -> str | None:
     """Return one configuration per row: step and loss compared with bf16."""
-    found = _newest("tune_zoo_plain", "tune_zoo_wukong", "tune_zoo_serve", "tune_zoo", "tune_zoo_dlrm", "tune_zoo_more", "tune_zoo_small")
+    found = _newest(
+        "tune_zoo_plain",
+        "tune_zoo_wukong",
+        "tune_zoo_serve",
+        "tune_zoo",
+        "tune_zoo_dlrm",
+        "tune_zoo_more",
+        "tune_zoo_small",
+    )
     if not found:
         return None
     rows, titles = [], MODELS | MORE

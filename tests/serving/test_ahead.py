@@ -42,7 +42,7 @@ def simulate(
     *,
     sla: float = 0.05,
     ahead: bool = True,
-    seconds: float = 4.0,
+    seconds: float = 1.0,
     slower: Callable[[random.Random], float] = lambda source: 0.0,
     sending: Callable[[random.Random], float] = lambda source: 0.001,
 ) -> Happened:
@@ -122,8 +122,8 @@ def play(
 def test_a_layout_beside_a_run_costs_no_time() -> None:
     """With 0.7 ms of layout and 2.3 of run the device ends a batch of eight every 2.3 ms instead of every 3.0."""
     apart, together = (simulate(1.6 * 8 / RUN, ahead=ahead) for ahead in (False, True))
-    assert apart.good / 4.0 < 1.02 * 8 / (LAYOUT + RUN)
-    assert together.good / 4.0 > 0.99 * 8 / RUN
+    assert apart.good / 1.05 < 1.02 * 8 / (LAYOUT + RUN)  # those of the last moment are answered within an SLA
+    assert together.good / 1.0 > 0.99 * 8 / RUN
     assert together.busy > 0.995
     assert together.late == together.dropped == 0
     assert together.shed > 0  # more was offered than fits

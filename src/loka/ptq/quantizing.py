@@ -155,10 +155,6 @@ def quantize(
         raise ValueError(
             'scales="static" are fixed by batches, and none were given; hint: batches=[...], inputs of the model'
         )
-    if held and scales == "dynamic" and not isinstance(recipe, Plan):
-        raise ValueError(
-            'batches fix static scales, and with a recipe scales="dynamic" has none; hint: scales="static", or leave batches out'
-        )
     found, before = dict(candidates(inner)), size_in_bytes(inner, 2)
     read = _find_read(inner, held)
     changes: dict[str, Interval] = {}

@@ -66,7 +66,7 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
     problems += [f"{name}: the model has no such module" for name in names if name not in modules]
     if is_watched(linear):
         problems.append(f"{link.linear}: has hooks that would see other tensors; hint: remove them first")
-    if linear.weight.is_meta:
+    if linear.weight.is_meta:  # scales are made beside the weights, and `to_empty` would not move them
         problems.append(f"{link.linear}: on the meta device, without values; hint: model.to_empty(device=...) first")
     return problems or _refuse_behind(modules, link, linear)
 

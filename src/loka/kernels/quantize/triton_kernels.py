@@ -330,11 +330,12 @@ def quantize_tiles(x: Tensor, out: Output, parts: Tensor | None, seed: int) -> T
     m, k = x.shape
     wide = cdiv(k, GROUP)
     q = aligned(m, k, _fp8(out.e5m2), x.device)
+    count, read = _count(parts)
     if m and k:
         bm = GROUP if out.source == SQUARE else 32  # shallow tiles keep more loads in flight
         _tiles[(cdiv(m, bm) * wide,)](
-            x, q, out.scale, parts, m, k, x.stride(0), q.stride(0), *_strides(out.scale), _count(parts), seed,
-            bm, GROUP, alignment(x), next_power_of_2(_count(parts)), out.source, *out[2:], INTERPRETED, num_warps=4 if bm == 32 else 8,
+            x, q, out.scale, parts, m, k, x.stride(0), q.stride(0), *_strides(out.scale), count, seed,
+            bm, GROUP, alignment(x), read, out.source, *out[2:], INTERPRETED, num_warps=4 if bm == 32 else 8,
         )  # fmt: skip
     return q
 
@@ -354,18 +355,20 @@ def quantize_both(
     if m and k and plain and out.source == transposed.source == GROUPED and are_pairs(x):
         quantize_grouped(x, max(alignment(x) // 2, 1), q, out.scale, words, transposed.scale, out.pow2, transposed.pow2)
     elif m and k:
+        count, read = _count(parts)
         strides = [s for pair in zip(_strides(out.scale), _strides(transposed.scale), strict=True) for s in pair]
         align = alignment(x)
         launch = _BOTH_LAUNCH if align >= 8 else _BOTH_LAUNCH_UNALIGNED
         _both[(cdiv(m, GROUP) * cdiv(k, GROUP),)](
-            x, q, out.scale, words, transposed.scale, parts, m, k, x.stride(0), 0 if q is None else q.stride(0), words.shape[1], *strides, _count(parts), seed,
-            GROUP, GROUP, align, next_power_of_2(_count(parts)), backwards, out.source, transposed.source, *out[2:], *transposed[2:], INTERPRETED, **launch,
+            x, q, out.scale, words, transposed.scale, parts, m, k, x.stride(0), 0 if q is None else q.stride(0), words.shape[1], *strides, count, seed,
+            GROUP, GROUP, align, read, backwards, out.source, transposed.source, *out[2:], *transposed[2:], INTERPRETED, **launch,
         )  # fmt: skip
     return q, qt
 
 
-def _count(parts: Tensor | None) -> int:
-    return 0 if parts is None else parts.numel()
+def _count(parts: Tensor | None) -> tuple[int, int]:
+    """Return the number of maxima, and how many a program reads: mostly the same power of two, to compile it once."""
+    return (0, 0) if parts is None else (parts.numel(), max(512, next_power_of_2(parts.numel())))
 
 
 def transpose(x: Tensor) -> Tensor:
