@@ -47,6 +47,7 @@ CASES = [
     (1, 1, 3, 3, 5, 24, {}),
     (3, 20, 2, 1, 33, 32, {"shared": True, "lengths": [33, 16, 1]}),
     (2, 9, 4, 2, 80, 32, {"lengths": [80, 67]}),
+    (4, 1, 3, 1, 98, 16, {"shared": True, "lengths": [98, 33, 0, 34]}),  # parts of 32 keys after the first, where interpreted
 ]
 
 
@@ -366,6 +367,15 @@ def test_real_steps_on_a_gpu(steps: int) -> None:
     spec = Spec.parse("e4m3:row")
     low = ancestor_attention(*operands, keep=False, spec=spec, backend="triton")
     assert_quantised(low, quantize(plain.reshape(8 * 512, 11 * 128), spec))
+
+
+def test_on_triton_a_divided_context_does_not_depend_on_its_padding(triton_device) -> None:
+    """Few rows: parts of a fixed size are joined in order, so the bits depend on the keys alone."""
+    q, k, _, lengths = make(2, 1, 3, 1, 1100, 32, shared=True, lengths=[700, 515], device=triton_device)
+    wide = beam_attention(q, k, k, lengths, backend="triton")
+    narrow = beam_attention(q[1:], k[1:, :517], k[1:, :517], lengths[1:], backend="triton")
+    assert torch.equal(wide[1:], narrow)
+    assert_near(wide, beam_attention(q, k, k, lengths, backend="reference"), TOLERANCE[torch.float32])
 
 
 @pytest.mark.gpu

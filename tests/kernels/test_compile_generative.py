@@ -39,7 +39,7 @@ ATTEND = {
     "q_ptr": X, "k_ptr": X, "v_ptr": X, "k_desc": desc("bf16", 128, 128), "v_desc": desc("bf16", 128, 128), "length_ptr": J,
     "out_ptr": X, "scale": "fp32",
 }  # fmt: skip
-HEADS = {"HG": 1, "D": 128, "DP": 128, "TMA": True, "IEEE": False}
+HEADS = {"HG": 1, "D": 128, "DP": 128, "TMA": True, "IEEE": False, "PARTS": 1, "SPAN": 256, "sums_ptr": None}
 ANCESTORS = {
     "q_ptr": X, "k_ptr": X, "v_ptr": X, "keys_ptr": X, "values_ptr": X, "ancestor_ptr": J, "scale_ptr": S, "scale": "fp32",
 }  # fmt: skip
@@ -70,6 +70,16 @@ CONFIGURATIONS = {
         {**ATTEND, "v_desc": desc("bf16", 128, 128)},
         {**HEADS, "BM": 128, "BN": 128, "SHARED": False},
         {"num_warps": 8, "num_stages": 2},
+    ),
+    ("beam_attention", "_attend", "in parts"): (
+        {**ATTEND, "out_ptr": S, "sums_ptr": S, "k_desc": desc("bf16", 64, 128)},
+        {**{k: v for k, v in HEADS.items() if k != "sums_ptr"}, "PARTS": 12, "HG": 11, "BM": 16, "BN": 64, "SHARED": True},
+        {"num_warps": 4, "num_stages": 3},
+    ),
+    ("beam_attention", "_join", "parts"): (
+        {"sums_ptr": S, "values_ptr": S, "out_ptr": X},
+        {"PARTS": 12, "HG": 11, "D": 128, "DP": 128},
+        {"num_warps": 1},
     ),
     ("beam_attention", "_ancestors", "bf16"): (
         {**ANCESTORS, "out_ptr": X},
@@ -226,7 +236,9 @@ def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
     ptx, name = compiled.asm["ptx"], configuration[1]
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert len(compiled.asm["cubin"]) > 0
-    assert ("wgmma.mma_async" in ptx) == (name in MULTIPLIES)
+    few_rows = configuration[2] == "in parts"  # tiles of 16 rows are multiplied by another instruction
+    assert ("wgmma.mma_async" in ptx) == (name in MULTIPLIES and not few_rows)
+    assert ("mma.sync" in ptx) == few_rows
     if name == "_attend_low":
         products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
         assert products

@@ -8,6 +8,10 @@ of beams, and stays in L2 for the few programs that share it.
     first key      starts the sums without a tile product: a context is one user token and, mostly, 2^n item tokens
     full blocks    are loaded by TMA without a length mask; the last, partial block by masked pointer loads
     v is k         one load feeds both products
+    few rows       at the first level of a search a request has one beam: one program per request and group would read
+                   thousands of keys in turn on an otherwise idle GPU. So the keys are divided into parts of SPAN, each
+                   with its own maximum and sums, which a second kernel joins in order. The size of a part is fixed: a
+                   result does not depend on the number of requests or on how far the context is padded
     FP8 context    is widened to the queries' dtype, for head widths that `triton_low_kernels` does not take
 
 Ancestors: the few keys and values of a beam's past stay in the cache where they were written, and a table says which
@@ -30,16 +34,18 @@ from loka.kernels.triton_launcher import quick
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
 Tile = tuple[int, int, int, int]  # BM, BN, warps, stages
+FEW = 64  # rows of a request and group up to which its keys are divided
+SPAN = 32 if INTERPRETED else 256  # keys of a part
 
 
 @triton.jit
 def _update(q, k, v, m, total, acc, scale, left, MASK: tl.constexpr, IEEE: tl.constexpr):
     """Update the running sums with one block of keys; with MASK only the first `left` count."""
-    s = tl.dot(q, k.T, input_precision="ieee" if IEEE else "tf32") * scale
+    s = tl.dot(q, k.T, input_precision="ieee" if IEEE else "tf32")
     if MASK:
         s = tl.where((tl.arange(0, k.shape[0]) < left)[None, :], s, float("-inf"))
-    higher = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - higher[:, None])
+    higher = tl.maximum(m, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - higher[:, None])  # one instruction: the scores are scaled nowhere else
     shrink = tl.exp2(m - higher)
     total = total * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee" if IEEE else "tf32")
@@ -57,11 +63,13 @@ def _rows_of(ptr, first, length, stride, D: tl.constexpr, DP: tl.constexpr, BN: 
 
 @quick
 @triton.jit
-def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S, scale,
+def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, sums_ptr, B, H, G, S, scale,
             q_request, q_beam, q_head, k_request, k_row, k_head, v_request, v_row, v_head,
             HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            SHARED: tl.constexpr, TMA: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
+            SHARED: tl.constexpr, TMA: tl.constexpr, IEEE: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """With PARTS > 1, out is float32 [R, G, PARTS, rows, D], the weighted values; sums [R, G, PARTS, 2, rows] has their maxima and totals."""
     r, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
+    part = tl.program_id(2)
     length = tl.minimum(tl.load(length_ptr + r).to(tl.int32), S)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     beam, head = row // HG, g * HG + row % HG
@@ -71,14 +79,18 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S
     q = tl.load(q_at, there, other=0.0)
     k_base = k_ptr + r * k_request + g * k_head
     v_base = v_ptr + r * v_request + g * v_head
-    seen = length > 0
+    seen = (length > 0) & (part == 0)  # the first part has the first key
     k0 = tl.load(k_base + column, (column < D) & seen, other=0.0).to(tl.float32)
     v0 = k0 if SHARED else tl.load(v_base + column, (column < D) & seen, other=0.0).to(tl.float32)
     m = tl.where(seen, tl.sum(q.to(tl.float32) * k0[None, :], 1) * scale, float("-inf"))
     total = tl.zeros((BM,), tl.float32) + tl.where(seen, 1.0, 0.0)
     acc = tl.zeros((BM, DP), tl.float32) + v0[None, :]
-    full = 1 + tl.maximum(length - 1, 0) // BN * BN
-    for n in range(1, full, BN):
+    first = 1
+    if PARTS > 1:
+        first = 1 + part * SPAN
+        length = tl.minimum(length, first + SPAN)
+    full = first + tl.maximum(length - first, 0) // BN * BN
+    for n in range(first, full, BN):
         if TMA:
             at = (r * S).to(tl.int32) + n
             k = k_desc.load([at, g * D]).to(q.dtype)
@@ -91,9 +103,39 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S
         k = _rows_of(k_base, full, length, k_row, D, DP, BN).to(q.dtype)
         v = k if SHARED else _rows_of(v_base, full, length, v_row, D, DP, BN).to(q.dtype)
         m, total, acc = _update(q, k, v, m, total, acc, scale, length - full, True, IEEE)
-    acc = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])  # 0 for requests without context
-    out_at = ((r * B + beam) * H + head)[:, None] * D + column[None, :]
-    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), there)
+    if PARTS > 1:
+        place = tl.program_id(1).to(tl.int64) * PARTS + part
+        tl.store(sums_ptr + place * 2 * B * HG + row, m, beam < B)
+        tl.store(sums_ptr + (place * 2 + 1) * B * HG + row, total, beam < B)
+        tl.store(out_ptr + (place * B * HG + row)[:, None] * D + column[None, :], acc, there)
+    else:
+        acc = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])  # 0 for requests without context
+        out_at = ((r * B + beam) * H + head)[:, None] * D + column[None, :]
+        tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), there)
+
+
+@quick
+@triton.jit
+def _join(sums_ptr, values_ptr, out_ptr, rows, H, G, PARTS: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Join the parts of one row in order: each counts by its own maximum."""
+    row = tl.program_id(0)
+    r, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
+    column = tl.arange(0, DP)
+    place = tl.program_id(1).to(tl.int64) * PARTS
+    m = float("-inf")
+    for part in range(PARTS):
+        m = tl.maximum(m, tl.load(sums_ptr + (place + part) * 2 * rows + row))
+    total = 0.0
+    acc = tl.zeros((DP,), tl.float32)
+    for part in range(PARTS):
+        at = place + part
+        its = tl.load(sums_ptr + at * 2 * rows + row)
+        weight = tl.where(its == float("-inf"), 0.0, tl.exp2(its - m))  # a part beyond the end has no keys
+        total += weight * tl.load(sums_ptr + (at * 2 + 1) * rows + row)
+        acc += weight * tl.load(values_ptr + (at * rows + row) * D + column, column < D, other=0.0)
+    acc = tl.where(total == 0.0, 0.0, acc / total)  # 0 for requests without context
+    out_at = ((r * (rows // HG) + row // HG) * H + g * HG + row % HG) * D + column
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), column < D)
 
 
 @triton.jit
@@ -163,6 +205,11 @@ def tile_for(rows: int) -> Tile:
     return (64, 64, 4, 3) if rows > 16 else (16, 64, 4, 3)
 
 
+def parts_for(rows: int, keys: int) -> int:
+    """Choose the number of parts the keys are divided into, from what all requests of a bucket have in common."""
+    return cdiv(keys - 1, SPAN) if rows <= FEW and keys > 1 + SPAN else 1
+
+
 def _one_matrix(x: Tensor) -> bool:
     """Return True if TMA can read keys [R, S, G, D] as one matrix [R S, G D]: dense and aligned to 16 bytes."""
     s, d = x.shape[1], x.shape[3]
@@ -188,11 +235,18 @@ def attend(
     rows = beams * (heads // groups)
     bm, bn, warps, stages = tile or tile_for(rows)
     tma = _one_matrix(k) and (shared or _one_matrix(v))
-    _attend[(cdiv(rows, bm), requests * groups)](
-        q, k, v, _descriptor(k, bn) if tma else None, _descriptor(v, bn) if tma and not shared else None, lengths, out,
+    parts = parts_for(rows, s)
+    pairs, sums, values = requests * groups, None, out
+    if parts > 1:
+        sums = torch.empty(pairs, parts, 2, rows, dtype=torch.float32, device=q.device)
+        values = torch.empty(pairs, parts, rows, d, dtype=torch.float32, device=q.device)
+    _attend[(cdiv(rows, bm), pairs, parts)](
+        q, k, v, _descriptor(k, bn) if tma else None, _descriptor(v, bn) if tma and not shared else None, lengths, values, sums,
         beams, heads, groups, s, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        heads // groups, d, _padded(d), bm, bn, shared, tma, q.dtype == torch.float32, num_warps=warps, num_stages=stages,
+        heads // groups, d, _padded(d), bm, bn, shared, tma, q.dtype == torch.float32, parts, SPAN, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if parts > 1:
+        _join[(rows, pairs)](sums, values, out, rows, heads, groups, parts, heads // groups, d, _padded(d), num_warps=1)
     return out
 
 
