@@ -131,6 +131,7 @@ JOBS = (
     gpu("tune-serve", "tune_zoo_serve", "tune_zoo.py --models wukong,cross --targets serve --seconds 60 --limit 110 --out {out}", 160),
     gpu("tune-dlrm", "tune_zoo_dlrm", "tune_zoo.py --models dlrm --seconds 60 --fresh --limit 200 --out {out}", 260),
     gpu("trained", "trained", "trained.py --root {data} --out {out} --seeds 64,500 --seconds 400", 480),
+    gpu("trained-plain", "trained_plain", "trained.py --root {data} --families wukong,dlrm --arms bf16,tuned --seeds 40,150 --out {out} --seconds 330", 420),
     gpu("trained-wukong", "trained_wukong", "trained.py --root {data} --families wukong --arms bf16,tuned,naive,mods,tuned-mods --seeds 40 --out {out} --seconds 500", 580),
     gpu("trained-mods", "trained_mods", "trained.py --root {data} --arms bf16,mods,tuned-mods --out {out} --seconds 280", 360),
     gpu("trained-hstu", "trained_hstu", "trained.py --root {data} --families hstu --arms bf16,tuned --out {out} --seconds 230", 300),

@@ -16,7 +16,7 @@ from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = (
-    "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_wukong.json and trained.json -->"
+    "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_plain.json and trained.json -->"
 )
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
 INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_plain.json, tune_zoo_serve.json, zoo_wukong_infer.json and zoo_inference.json -->"
@@ -33,10 +33,10 @@ SECTIONS = (
     ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
      "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
      "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),
-    ("One call of tune", "tune_zoo_plain.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_wukong.json, trained.json", zoo.tune_table,
+    ("One call of tune", "tune_zoo_plain.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_plain.json, trained_wukong.json, trained.json", zoo.tune_table,
      "The same models, trained for 500 steps on labels of a fixed teacher, or for a third of a training run on real data (Census-Income), then tuned on batches they had not seen. Each row gives speed and loss of one configuration. "
      "The step is forward and backward without an optimizer. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
-    ("Fast and loss-neutral in one configuration", "trained_wukong.json, trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
+    ("Fast and loss-neutral in one configuration", "trained_plain.json, trained_wukong.json, trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, paired by seed. The trained configurations are the ones that were timed (whole step with AdamW, CUDA graph, no other work on the GPU; only InterFormer's was timed beside other work, so that its ratio counts and its milliseconds do not: 8.9 when alone). Pairs of numbers are ours / baseline."),
     ("Where naive FP8 hurts", "hurts.json, hurts_usual.json, hurts_wide.json", trained.hurts_table,
      "Raw features, Adam at four times the usual learning rate (0.004) and at the usual one (0.001), no annealing, no dropout. The test loss is the median over ten evaluations in each half of the run. Naive is torchao tensorwise for every linear that torchao accepts. Wide intervals come from bf16 itself, which differs that much between seeds: at 0.004 most bf16 runs on the synthetic stream stop learning in the later half and predict a constant."),
