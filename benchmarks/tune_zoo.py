@@ -32,17 +32,21 @@ import zoo
 from evidence import spell_command
 
 
-def teacher(shapes, device, seed=7):
-    """A fixed function of the inputs, smooth and not linear; labels are drawn from it."""
+def teacher(shapes, device, seed=7, pooled=False):
+    """A fixed function of the inputs, smooth and not linear; labels are drawn from it.
+
+    pooled: of each history's mean over positions, for models that pool. They cannot learn what depends on every position by itself.
+    """
     g = torch.Generator(device=device).manual_seed(seed)
-    weights = [
-        torch.randn(64, s.numel() // s.shape[0], device=device, generator=g) / (s.numel() / s.shape[0]) ** 0.5
-        for s in shapes
-    ]
+    sizes = [s.shape[-1] if pooled else s.numel() // s.shape[0] for s in shapes]
+    weights = [torch.randn(64, size, device=device, generator=g) / size**0.5 for size in sizes]
     last = torch.randn(64, device=device, generator=g) / 2
 
     def label(inputs, generator):
-        h = sum(_spread(x).reshape(len(x), -1) @ w.T for x, w in zip(inputs, weights, strict=True))
+        parts = [_spread(x) for x in inputs]
+        if pooled:
+            parts = [x.mean(1) * x.shape[1] ** 0.5 for x in parts]
+        h = sum(x.reshape(len(x), -1) @ w.T for x, w in zip(parts, weights, strict=True))
         p = torch.sigmoid(torch.tanh(h) @ last)
         return torch.bernoulli(p, generator=generator)
 
@@ -57,7 +61,7 @@ def _spread(x):
 def batches(name, device, count, seed):
     """Fresh inputs with labels."""
     _, shapes = _shapes(name, device)
-    label = teacher(shapes, device)
+    label = teacher(shapes, device, pooled=name == "encoder")
     g = torch.Generator(device=device).manual_seed(seed)
 
     def again(x):
