@@ -11,6 +11,7 @@ from loka.inference import Engine, EngineConfig, EngineMemoryError, Request, est
 from loka.inference.config import choose_bucket
 from loka.inference.constraint import Listed, Masked, Unconstrained
 from loka.inference.decoder import beam_widths
+from loka.inference.tuning import FEW_ROWS
 from loka.inference.weights import PackedExperts
 from loka.models.onerec import Experts
 from loka.nn import Style
@@ -310,6 +311,24 @@ class TestRefusals:
         needed = estimate_memory(model, config, config.buckets(3000))
         assert 15e9 < needed.weights < 17e9  # 8.3 GB, and the experts once more with the shared one among them
         assert needed.total < 60e9
+
+
+def test_without_measuring_the_order_of_the_registry_decides_on_a_cpu() -> None:
+    model = make_model("tiny-moe")
+    quantize(model)
+    tuned = make_engine(model, tune=False).tuning.tuned(1)
+    assert {block.query.bound.backend for block in tuned.blocks} == {"auto"}
+
+
+@pytest.mark.gpu
+def test_few_rows_run_on_our_gemm_on_a_gpu() -> None:
+    model = make_model("small", codebooks=(64, 64, 64), layers=2)
+    quantize(model)
+    tuning = make_engine(model.cuda(), dtype="bf16", tune=False).tuning
+    backends = {rows: {block.qkv.bound.backend for block in tuning.tuned(rows).blocks} for rows in (8, FEW_ROWS + 1)}
+    assert backends == {8: {"triton"}, FEW_ROWS + 1: {"auto"}}
+    chosen = make_engine(model, dtype="bf16", tune=False, backends=(("scaled_mm", "torch"),)).tuning
+    assert {block.qkv.bound.backend for block in chosen.tuned(8).blocks} == {"torch"}
 
 
 @pytest.mark.gpu

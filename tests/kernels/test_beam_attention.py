@@ -47,7 +47,15 @@ CASES = [
     (1, 1, 3, 3, 5, 24, {}),
     (3, 20, 2, 1, 33, 32, {"shared": True, "lengths": [33, 16, 1]}),
     (2, 9, 4, 2, 80, 32, {"lengths": [80, 67]}),
-    (4, 1, 3, 1, 98, 16, {"shared": True, "lengths": [98, 33, 0, 34]}),  # parts of 32 keys after the first, where interpreted
+    (
+        4,
+        1,
+        3,
+        1,
+        98,
+        16,
+        {"shared": True, "lengths": [98, 33, 0, 34]},
+    ),  # parts of 32 keys after the first, where interpreted
 ]
 
 

@@ -73,7 +73,14 @@ CONFIGURATIONS = {
     ),
     ("beam_attention", "_attend", "in parts"): (
         {**ATTEND, "out_ptr": S, "sums_ptr": S, "k_desc": desc("bf16", 64, 128)},
-        {**{k: v for k, v in HEADS.items() if k != "sums_ptr"}, "PARTS": 12, "HG": 11, "BM": 16, "BN": 64, "SHARED": True},
+        {
+            **{k: v for k, v in HEADS.items() if k != "sums_ptr"},
+            "PARTS": 12,
+            "HG": 11,
+            "BM": 16,
+            "BN": 64,
+            "SHARED": True,
+        },
         {"num_warps": 4, "num_stages": 3},
     ),
     ("beam_attention", "_join", "parts"): (

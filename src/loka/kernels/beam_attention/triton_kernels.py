@@ -116,7 +116,9 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, sums_ptr, 
 
 @quick
 @triton.jit
-def _join(sums_ptr, values_ptr, out_ptr, rows, H, G, PARTS: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _join(
+    sums_ptr, values_ptr, out_ptr, rows, H, G, PARTS: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
     """Join the parts of one row in order: each counts by its own maximum."""
     row = tl.program_id(0)
     r, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
