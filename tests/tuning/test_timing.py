@@ -1,6 +1,7 @@
 """What is timed is a step as it is trained: with fresh quantised weights, filed magnitudes, and no copy of the inputs."""
 
 import gc
+import itertools
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -328,3 +329,26 @@ def test_a_step_that_calls_parts_is_compiled_itself(monkeypatch: pytest.MonkeyPa
     timing._compile(Task(model["a"], batches, loss), {})
     timing._compile(Task(model["a"], batches, step=lambda model, batch: loss(model(batch[0]), batch[1])), {})
     assert compiled[1:] == [model["a"], model["a"]]
+
+
+@pytest.mark.parametrize(("clock", "turns"), [([1.0], 5), ([1.0, 1.2], 15), ([1.0, 1.0, 1.2, 1.0, 1.0], 15)])
+def test_turns_that_disagree_are_followed_by_more(
+    clock: list[float], turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`clock`: how much slower the second run is, turn by turn."""
+    speeds = itertools.cycle(clock)
+    seen = {"bf16": 0, "loka": 0}
+    monkeypatch.setattr(timing, "LONG", 0.0)  # one run per turn
+
+    def replay(go, count: int) -> float:
+        name = go()
+        seen[name] += 1
+        return 100.0 if name == "bf16" else 50.0 * (next(speeds) if seen[name] > 1 else 1.0)
+
+    monkeypatch.setattr(timing, "_replay", replay)
+    times = timing.time_in_turns({"bf16": lambda: "bf16", "loka": lambda: "loka"})
+    assert {name: len(found) for name, found in times.items()} == {"bf16": turns, "loka": turns}
+    found = timing.compare(times, "loka", "bf16")
+    assert found.low <= found.value <= found.high
+    assert found.high == 2.0
+    assert found.low == (2.0 if clock.count(1.2) * 5 <= len(clock) else pytest.approx(100 / 60))
