@@ -18,6 +18,14 @@ One call gives 128 bits, sixteen for each of eight columns. Sixteen alone would 
 columns that share a word also use seven of each other's bits: each element's 23 bits (the mantissa of a float32) are
 uniform, and the shared ones decide a rounding in 1 of 65,536 cases. This costs an eighth of a call per element. The
 Triton kernels (`loka.kernels.embedding_update`) compute the same bits.
+
+What is sent to other ranks (`loka.kernels.wire`) has numbers of its own, `block_bits`:
+
+    bits(block, element) = philox(key = (seed, stream), counter = (block, group of the element, step))
+
+New ones are drawn in every step: the errors of gradients are not added up in place, as those of a row are, and an
+addition per element would cost a third of the time. Two elements that share a word lie half a block apart, and so are
+in the same thread of a kernel however wide its loads are. They have twenty bits, as many as E4M3 cuts off a float32.
 """
 
 from dataclasses import dataclass
@@ -27,8 +35,8 @@ from torch import Tensor
 
 ROUNDS = 7
 _WORD = 0xFFFFFFFF
-_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLY = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 GOLDEN = 5184445  # 2^23 over the golden ratio, odd
 
 
@@ -68,14 +76,14 @@ def philox(
     words = [t.expand_as(c0) for t in (c0, c1, c2, torch.full_like(c0, c3))]
     for _ in range(rounds):
         # int64 products wrap modulo 2^64: the sign may be wrong, the bits are right
-        first, second = (words[0] * _MULTIPLY[0], words[2] * _MULTIPLY[1])
+        first, second = (words[0] * MULTIPLY[0], words[2] * MULTIPLY[1])
         words = [
             ((second >> 32) & _WORD) ^ words[1] ^ k0,
             second & _WORD,
             ((first >> 32) & _WORD) ^ words[3] ^ k1,
             first & _WORD,
         ]
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+        k0, k1 = (k0 + WEYL[0]) & _WORD, (k1 + WEYL[1]) & _WORD
     return words
 
 
@@ -105,6 +113,30 @@ def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 
     first = words >> 9
     second = ((words & 0xFFFF) << 7) | (words >> 25)
     return (torch.stack((first, second), -1).flatten(1)[:, :columns] + draw.step * GOLDEN) & 0x7FFFFF
+
+
+def block_bits(blocks: Tensor, size: int, draw: Draw) -> Tensor:
+    """Return 20 random bits for each element of some blocks.
+
+    A kernel adds their complement to the bits that it cuts off: a carry says that they were less than the fraction.
+
+    Args:
+        blocks: int64 [n], indices of blocks in the whole tensor, not in a piece of it.
+        size: elements of a block.
+        draw: step, stream and seed.
+
+    Returns:
+        int64 [n, size], each in [0, 2^20).
+
+    Example:
+        >>> noise = block_bits(torch.arange(4), 128, Draw(step=5)) * 2.0**-20  # uniform in [0, 1)
+    """
+    half = -(-size // 2)
+    low, high = (blocks & _WORD).unsqueeze(1), ((blocks >> 32) & _WORD).unsqueeze(1)
+    groups = torch.arange(-(-half // 4), device=blocks.device).unsqueeze(0)
+    words = philox(low.expand(-1, groups.shape[1]), high, groups, draw.step, (draw.seed, draw.stream))
+    word = torch.stack(words, -1).flatten(1)[:, :half] ^ _WORD
+    return torch.cat((word >> 12, ((word & 0xFFFF) << 4) | (word >> 28)), 1)[:, :size]
 
 
 def round_bf16(x: Tensor, bits: Tensor) -> Tensor:

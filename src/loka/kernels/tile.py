@@ -81,6 +81,19 @@ def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
 
 
 @triton.jit
+def power_of_two_scale(amax, E5M2: tl.constexpr):
+    """Return `scale_of(amax, E5M2, True)` and its reciprocal without a division; 1 where amax is NaN.
+
+    The largest values are 1.75 x 2^8 and 1.75 x 2^15: the scale is the exponent of amax less 8 or 15, plus one where the
+    mantissa exceeds 1.75, and at least 2^-126.
+    """
+    EXPONENT: tl.constexpr = (15 if E5M2 else 8) << 23
+    bits = (amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
+    bits = tl.where(amax > 0, tl.maximum(bits, EXPONENT + 0x800000) - EXPONENT, 0x3F800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def inverse(scale):
     """Return 1 / scale, correctly rounded and never infinite."""
     scale = tl.maximum(scale, 1.1754943508222875e-38)

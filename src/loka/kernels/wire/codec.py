@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka.formats import Draw, QTensor, Spec, dequantize, quantize, round_bf16, uniform_bits
+from loka.formats import Draw, QTensor, Spec, block_bits, dequantize, quantize, round_bf16
 from loka.formats.format import power_of_two
 from loka.kernels import wire
 
@@ -108,8 +108,8 @@ class Codec:
                 place = torch.arange(first_block, first_block + len(flat), device=x.device)
                 first = first_block // 128
                 rows = torch.arange(first, (first_block + len(flat)) // 128 + 1, device=x.device)
-                bits = uniform_bits(rows, 128, draw).flatten()[place - 128 * first]
-                return round_bf16(flat.float(), bits).view(torch.uint8)
+                bits = block_bits(rows, 128, draw).flatten()[place - 128 * first]
+                return round_bf16(flat.float(), bits << 3).view(torch.uint8)
             return _saturate(flat, self.dtype).to(self.dtype).contiguous().view(torch.uint8)
         whole = len(flat) // self.block
         if whole and wire.supports(self.spec, flat.dtype, flat.device):
@@ -125,10 +125,11 @@ class Codec:
         """Encode with torch operations. This defines the byte format."""
         assert self.spec is not None
         blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
+        blocks = torch.where(blocks.isnan(), torch.nan, blocks)  # without a sign, which the hardware's cast drops
         noise = None
         if draw is not None:
             rows = torch.arange(first_block, first_block + len(blocks), device=flat.device)
-            noise = uniform_bits(rows, self.block, draw).to(torch.float32) * 2.0**-23
+            noise = block_bits(rows, self.block, draw).to(torch.float32) * 2.0**-20
         quantized = quantize(blocks, self.spec, noise=noise)
         pieces = [self._write_scales(quantized.scale), self._write_codes(quantized.data)]
         return torch.cat(pieces, 1).view(-1)[: self.size(len(flat))]
