@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from loka.formats import Draw, round_bf16, uniform_bits
+from loka.formats import Draw, block_bits, round_bf16, uniform_bits
 from loka.formats.philox import philox
 
 ONES = 0xFFFFFFFF
@@ -46,6 +46,41 @@ def test_bits_are_uniform_and_columns_independent_where_it_counts() -> None:
     assert chi < 63 + 4 * math.sqrt(2 * 63)
     correlation = torch.corrcoef(u.T) - torch.eye(8, dtype=torch.float64)
     assert float(correlation.abs().max()) < 5 / math.sqrt(125_000)
+
+
+def test_blocks_draw_by_their_place_step_stream_and_seed() -> None:
+    draw, blocks = Draw(step=9, stream=3, seed=5), torch.arange(64)
+    whole = block_bits(blocks, 48, draw)
+    assert torch.equal(block_bits(blocks[40:50], 48, draw), whole[40:50])
+    for other in (Draw(8, 3, 5), Draw(9, 2, 5), Draw(9, 3, 4)):
+        assert not torch.equal(block_bits(blocks, 48, other), whole)
+    assert not torch.equal(block_bits(blocks + 2**32, 48, draw), whole)
+    for size in (1, 2, 7, 100):
+        assert block_bits(blocks, size, draw).shape == (64, size)
+
+
+def test_every_bit_of_a_block_is_as_often_one_as_zero() -> None:
+    bits = block_bits(torch.arange(20_000), 64, Draw(step=1, stream=2, seed=3)).view(-1)
+    ones = torch.stack([(bits >> i) & 1 for i in range(20)]).double().mean(1)
+    assert float((ones - 0.5).abs().max()) < 4.5 * 0.5 / math.sqrt(len(bits))  # the most of twenty
+    counts = torch.bincount(bits >> 12, minlength=256).double()
+    expected = len(bits) / 256
+    assert abs(float(((counts - expected) ** 2 / expected).sum()) - 255) < 4 * math.sqrt(2 * 255)
+
+
+def test_neighbors_blocks_steps_streams_and_seeds_draw_independently() -> None:
+    """Of elements (the halves of a word among them), and of the same element where one counter is one more or a bit apart."""
+    blocks, draw = torch.arange(8192), Draw(step=6, stream=10, seed=12)
+    u = block_bits(blocks, 128, draw).double() - 2.0**19
+    pairs = {f"{lag} elements on": (u[:, lag:], u[:, :-lag]) for lag in (1, 2, 3, 4, 8, 64)}
+    pairs |= {f"{lag} blocks on": (u[lag:], u[:-lag]) for lag in (1, 2, 16, 4096)}
+    for other in (Draw(7, 10, 12), Draw(6 ^ 2**16, 10, 12), Draw(6, 11, 12), Draw(6, 10 ^ 2**31, 12), Draw(6, 10, 13), Draw(12, 10, 6), Draw(10, 6, 12)):  # fmt: skip
+        pairs[str(other)] = (u, block_bits(blocks, 128, other).double() - 2.0**19)
+    for name, (a, b) in pairs.items():
+        correlation = float((a * b).mean() / (2.0**40 / 12))
+        assert abs(correlation) < 4.5 / math.sqrt(a.numel()), name
+        signs = float(((a > 0) == (b > 0)).double().mean())  # the first bit alone
+        assert abs(signs - 0.5) < 4.5 * 0.5 / math.sqrt(a.numel()), name
 
 
 @pytest.mark.parametrize("value", [1.00123, -3.1e-4, 9.2e-41, 2.0**-133 * 1.3])  # the last two are subnormal

@@ -8,50 +8,74 @@ import torch
 from kernels.interpreter import NOT_RUN, run_interpreted
 from loka.formats import Draw, Spec
 from loka.kernels import wire
-from loka.kernels.wire.codec import parse_codec
+from loka.kernels.wire.codec import Codec, parse_codec
+
+
+WHOLE = 1055  # 8 blocks of 128 and 32 of 32, and a last one that is cut short
+# four blocks with scales of one byte share words: 1 to 4 of them, and beyond a program's tile
+BLOCKS = [
+    ("e4m3:1x128:pow2", WHOLE), ("e4m3:1x128", WHOLE), ("e4m3:1x16:pow2", 100), ("e4m3:1x1024:pow2", 1024), ("e5m2:1x128", WHOLE),
+    ("e4m3:1x32:e8m0", 32), ("e4m3:1x32:e8m0", 64), ("e4m3:1x32:e8m0", 96), ("e4m3:1x32:e8m0", 2304 + 31), ("e5m2:1x32:e8m0", WHOLE),
+    ("e4m3:1x16:e8m0", 333), ("e5m2:1x64:e8m0", WHOLE), ("e4m3:1x1024:e8m0", 5120),
+]  # fmt: skip
+DRAWN = [("e4m3:1x128:pow2", WHOLE), ("e4m3:1x128", WHOLE), ("e4m3:1x32:e8m0", 2304 + 31), ("e4m3:1x16:pow2", 100), ("e4m3:1x1024:pow2", 1024)]  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def hard(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    x = torch.randn(elements) * torch.logspace(-6, 4, elements)
-    x[5], x[300], x[301] = 0.0, 2.0**-120, 1e4
-    x[128:256] = 0
+    """Values over eighteen powers of ten, subnormals of E4M3 and of float32, zeros of both signs, all that is no number."""
+    generator = torch.Generator().manual_seed(elements)
+    x = torch.randn(elements, generator=generator) * torch.logspace(-12, 6, elements)
+    x = x[torch.randperm(elements, generator=generator)]
+    x[5::97], x[7::31], x[11::89], x[13::203] = 0.0, -0.0, 1e-30, -1e-42
+    x[17::101], x[19::211], x[23::307], x[29::401] = math.nan, math.inf, -math.inf, -math.nan
+    x[300:556] *= 2.0**-110  # scales at their least, and a block of zeros
+    x[640:800] = 0
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("spelling", ["e4m3:1x128:pow2", "e4m3:1x32:e8m0", "e5m2:1x128", "e5m2:1x64:e8m0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_triton_writes_and_reads_the_law(spelling: str, dtype: torch.dtype) -> None:
-    codec = parse_codec(spelling)
+def require_kernels(codec: Codec, dtype: torch.dtype) -> None:
     verdict = wire.supports(codec.spec, dtype, torch.device("cpu"))
     if not verdict:
         pytest.skip(f"{NOT_RUN}: {verdict.reason}")
-    x = hard(1000, dtype)  # a last block that is cut short
+
+
+@pytest.mark.parametrize(("spelling", "elements"), BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_writes_and_reads_the_law(spelling: str, elements: int, dtype: torch.dtype) -> None:
+    codec = parse_codec(spelling)
+    require_kernels(codec, dtype)
+    x = hard(elements, dtype)
     law = codec._encode_blocks(x, None, 0)
-    found = codec.encode(x)
-    differ = found != law
-    assert set(found[differ].tolist()) <= {0}  # the interpreter's cast to E4M3 drops the sign of zero
-    assert set(law[differ].tolist()) <= {128}
-    torch.testing.assert_close(
-        codec.decode(law, 1000, dtype), codec._decode_blocks(law, 1000, dtype), rtol=0, atol=0, equal_nan=True
-    )
+    assert torch.equal(codec.encode(x), law)
+    if spelling.startswith("e5m2"):  # the interpreter reads its NaN as a number
+        law = codec._encode_blocks(x.nan_to_num(), None, 0)
+    read = torch.float32 if codec.spec.scale == "f32" else dtype  # the interpreter cuts off what bf16 has no bits for
+    values = codec._decode_blocks(law, elements, read)
     odd = torch.cat([torch.zeros(3, dtype=torch.uint8), law])[3:]  # not where words begin
-    assert torch.equal(codec.decode(odd, 1000), codec._decode_blocks(law, 1000, torch.float32))
-    if spelling.startswith("e5m2"):
-        return  # the interpreter reads and writes its NaN as a number
-    x[7], x[500] = math.nan, math.inf
-    assert torch.equal(
-        codec.decode(codec.encode(x), 1000).isfinite(),
-        codec._decode_blocks(codec._encode_blocks(x, None, 0), 1000, torch.float32).isfinite(),
-    )
+    for data in (law, odd):
+        torch.testing.assert_close(codec.decode(data, elements, read), values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_triton_rounds_stochastically_as_the_law() -> None:
-    codec, draw = parse_codec("e4m3:1x32:pow2:stochastic"), Draw(3, 5, 7)
-    if not wire.supports(codec.spec, torch.float32, torch.device("cpu")):
-        pytest.skip(NOT_RUN)
-    x = hard(1000, torch.float32)
-    found = codec.decode(codec.encode(x, draw=draw, first_block=9), 1000)
-    assert torch.equal(found, codec._decode_blocks(codec._encode_blocks(x, draw, 9), 1000, torch.float32))
+@pytest.mark.parametrize(("spelling", "elements"), DRAWN)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_rounds_stochastically_as_the_law(spelling: str, elements: int, dtype: torch.dtype) -> None:
+    codec, draw = parse_codec(f"{spelling}:stochastic"), Draw(3, 2**32 - 5, 2**31 + 7)
+    require_kernels(codec, dtype)
+    x, first = hard(elements, dtype), 2**33 + 9
+    assert torch.equal(codec.encode(x, draw=draw, first_block=first), codec._encode_blocks(x, draw, first))
+
+
+@pytest.mark.parametrize("spelling", ["e4m3:1x16:e8m0", "e5m2:1x16:e8m0"])
+def test_triton_rounds_scales_up_as_the_law(spelling: str) -> None:
+    """Maxima beside 1.75 x 2^e, beyond which the scale is the next power of two, from the least."""
+    codec = parse_codec(spelling)
+    require_kernels(codec, torch.float32)
+    exponents = torch.tensor([0, 1, 7, 8, 9, 10, 14, 15, 16, 17, 126, 127, 254])
+    pattern = (exponents << 23)[:, None] + torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
+    x = torch.zeros(pattern.numel(), 16)
+    x[:, 3] = pattern.flatten().to(torch.int32).view(torch.float32)
+    assert torch.equal(codec.encode(x), codec._encode_blocks(x.view(-1), None, 0))
 
 
 def test_in_the_interpreter() -> None:
