@@ -10,7 +10,6 @@ from loka.formats import Draw, Spec
 from loka.kernels import wire
 from loka.kernels.wire.codec import Codec, parse_codec
 
-
 WHOLE = 1055  # 8 blocks of 128 and 32 of 32, and a last one that is cut short
 # four blocks with scales of one byte share words: 1 to 4 of them, and beyond a program's tile
 BLOCKS = [
