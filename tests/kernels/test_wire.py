@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.interpreter import NOT_RUN, run_interpreted
-from loka.formats import Draw, Spec
+from loka.formats import Draw, Spec, block_bits
 from loka.kernels import wire
 from loka.kernels.wire.codec import Codec, parse_codec
 
@@ -75,6 +75,34 @@ def test_triton_rounds_scales_up_as_the_law(spelling: str) -> None:
     x = torch.zeros(pattern.numel(), 16)
     x[:, 3] = pattern.flatten().to(torch.int32).view(torch.float32)
     assert torch.equal(codec.encode(x), codec._encode_blocks(x.view(-1), None, 0))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_triton_rounds_the_least_fraction_up_where_no_random_bit_is_set(device: str) -> None:
+    """Fractions below 2^-20 of a step, which only a product that is rounded up keeps apart from zero."""
+    codec, draw = parse_codec("e4m3:1x128:pow2:stochastic"), Draw(step=1)
+    if device == "cpu":
+        require_kernels(codec, torch.float32)
+    block, column = (int(i[0]) for i in torch.where(block_bits(torch.arange(2**14), 128, draw) == 0))
+    x = torch.full((128,), -1e-9)
+    x[0 if column else 1] = 1.0
+    law = codec._encode_blocks(x, draw, block)
+    assert int(law[4 + column]) == 0x81
+    assert torch.equal(codec.encode(x.to(device), draw=draw, first_block=block).cpu(), law)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("spelling", "elements"), [*BLOCKS, *((f"{spelling}:stochastic", n) for spelling, n in DRAWN)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_writes_and_reads_what_a_cpu_does(spelling: str, elements: int, dtype: torch.dtype) -> None:
+    codec = parse_codec(spelling)
+    x, draw = hard(elements, dtype), Draw(2**32 - 3, 2**32 - 5, 2**31 + 7) if codec.is_stochastic else None
+    law = codec._encode_blocks(x, draw, 9)
+    assert torch.equal(codec.encode(x.cuda(), draw=draw, first_block=9).cpu(), law)
+    ahead = torch.cat([x[:3], x]).cuda()[3:]  # not where vectors begin
+    assert torch.equal(codec.encode(ahead, draw=draw, first_block=9).cpu(), law)
+    values = codec._decode_blocks(law, elements, dtype)
+    torch.testing.assert_close(codec.decode(law.cuda(), elements, dtype).cpu(), values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_in_the_interpreter() -> None:
