@@ -126,7 +126,8 @@ def random_words(block, x, step, seed):
     c1 = zero + ((block >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
     c2 = zero + tl.arange(0, W).to(tl.uint32)[None, :]
     c3 = zero + step.to(tl.uint32)
-    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    key = seed.to(tl.uint64)  # a small one comes in 32 bits
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     for _ in tl.static_range(_ROUNDS):
         high0, low0 = _multiplied(c0, _MULTIPLY0)
         high2, low2 = _multiplied(c2, _MULTIPLY1)
