@@ -149,7 +149,7 @@ def test_packing_takes_few_instructions_and_writes_words(dtype: str, block: int,
         "B": block, "E5M2": rounding == "e5m2", "POW2": True, "BYTE_SCALE": block == 32, "STOCHASTIC": rounding == "stochastic",
         "R": elements // block,
     }  # fmt: skip
-    types = {"x_ptr": dtype, "out_ptr": J}  # 32 bits for a seed and a block that need no more; launches take what is needed
+    types = {"x_ptr": dtype, "out_ptr": J}  # a seed and a block in 32 bits
     built = compile_kernel("wire", "_pack", (types, constants, {"num_warps": 1}), set())
     assert "ld.global.v4.b32" in built.asm["ptx"]
     assert not {"st.global.b8", "st.global.b16"} & set(built.asm["ptx"].split()), "bytes are stored one by one"
