@@ -122,6 +122,22 @@ def _weight_read(m: Net, x: Tensor) -> Tensor:
     return m.last(m.c(m.b(m.act(m.a(x))))) + m.b.weight.sum() * 0
 
 
+def _weight_clipped(m: Net, x: Tensor) -> Tensor:
+    h = m.act(m.a(x))
+    m.b.weight.data.clamp_(-0.01, 0.01)
+    return m.last(m.c(m.b(h)))
+
+
+def _gain_set(m: Net, x: Tensor) -> Tensor:
+    h = m.a(x)
+    m.act.weight.data.fill_(0.5)
+    return m.last(m.c(m.b(m.act(h))))
+
+
+def _name_again(model: Net) -> None:
+    model.layers = nn.ModuleList([model.a, model.act, model.b])
+
+
 def _shared_activation(m: Net, x: Tensor) -> Tensor:
     return m.last(m.c(m.act(m.b(m.act(m.a(x))))))
 
@@ -160,6 +176,9 @@ def _protect(model: Net) -> None:
         (_functional, {}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (_kept, {}, [["a"], ["b", "c"]], "it is a result of the model"),
         (_weight_read, {}, [["a"]], "b: its weight is read elsewhere too"),
+        (_weight_clipped, {}, [["a"]], "b: its weight is read elsewhere too"),
+        (_weight_clipped, {"before": _name_again}, [["a"]], "b: its weight is read elsewhere too"),
+        (_gain_set, {"act": nn.LayerNorm(96)}, [["b", "c"]], "the weight of act is read elsewhere too"),
         (_shared_activation, {}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (_function, {"function": F.relu}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (_shared_function, {"function": F.relu}, [["a", "b", "c"]], "last: it is a prediction layer"),

@@ -251,13 +251,17 @@ class _Search:
     def _refuse_in_chain(self, site: str, module: nn.Linear) -> str | None:
         if any(id(p) in self.tied for p in module.parameters()):
             return "it shares its weight"
-        if {f"{site}.weight", f"{site}.bias"} & self.flow.outside_reads:
+        if self._is_read_elsewhere(site):
             return "its weight is read elsewhere too"
         if is_watched(module):
             return "it has hooks that would see other tensors"
         if len(self.calls[site]) != 1:
             return f"it is called {len(self.calls[site])} times"
         return None
+
+    def _is_read_elsewhere(self, site: str) -> bool:
+        """Check whether the forward reads, or writes, a module's parameters: a chain reads all of them at its start."""
+        return bool({f"{site}.weight", f"{site}.bias"} & self.flow.outside_reads)
 
     def _walk(self, call: Call) -> tuple[list[LinkPlan], str]:
         """Follow one linear to the end of its chain."""
@@ -314,6 +318,8 @@ class _Search:
             return f"{where} has hooks that would see other tensors"
         if getattr(module, PROTECTED, None):
             return f"{where} is protected"
+        if self._is_read_elsewhere(reader.site):
+            return f"the weight of {where} is read elsewhere too"
         again = len(self.calls[reader.site]) != 1 or reader.site in self.path.shared
         if again and reader.inside == STEP:
             return f"{where} is used more than once"

@@ -16,7 +16,7 @@ forwards have other paths.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -316,7 +316,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._whole: list[Flow] = []  # flows of calls of the model itself
         self._given: list[int] = []  # values that parts of the model returned to a step
         self._names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-        self._owners = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._owners: dict[int, list[str]] = {}  # id of a parameter -> all of its names
+        self._own(model.named_parameters(remove_duplicate=False))
         self._buffers = {id(b) for b in model.buffers()}
         self._flow = Flow()
         self._values: dict[int, int] = {}  # id of a tensor -> value
@@ -326,6 +327,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._arguments: list[tuple[tuple[int | str, int], ...]] = []
         self._outside: set[str] = set()
         self._activating = False  # inside a call of an activation that function modes see
+
+    def _own(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in named:
+            self._owners.setdefault(id(parameter), []).append(name)
 
     @contextmanager
     def activating(self) -> Iterator[None]:
@@ -350,7 +355,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the model on its own example inputs, with all parameters and buffers on the meta device."""
         named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers()]
         on_meta: dict[int, Tensor] = {id(t): torch.empty_like(t, device="meta") for _, t in named}
-        self._owners |= {id(on_meta[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
+        self._own((name, on_meta[id(t)]) for name, t in named if isinstance(t, nn.Parameter))
         self._buffers |= {id(tensor) for tensor in on_meta.values()}
         inputs = self._model.example_inputs()  # type: ignore[operator]
         # start afresh: `empty_like` was recorded as a read of every parameter
@@ -416,7 +421,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = self._read((args, kwargs or {}))
         for tensor in tensors_in((args, kwargs or {})) if self._stack or not self._steps else ():
             if id(tensor) in self._owners:  # reads by a step do not count: they may be a penalty on all weights
-                self._outside.add(self._owners[id(tensor)])
+                self._outside.update(self._owners[id(tensor)])
         out = func(*args, **(kwargs or {}))
         outputs = tuple(self._new_value(t) for t in tensors_in(out))
         name = func.overloadpacket.__name__
