@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from loka.placing import convert
+from loka.placing import convert, plan_everything
 
 SHARE = (64 * 64 * 2 + 64 * 64 * 3) / (
     64 * 64 * 5 + 64 * 3
@@ -35,6 +36,36 @@ class Returning(Named):
 
     def forward(self, x: Tensor) -> Output:  # type: ignore[override]
         return Output(super().forward(x))
+
+
+class Checkpointed(Named):
+    """Its second linear runs again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(lambda h: F.relu(self.second(h)), F.relu(self.first(x)), use_reentrant=False, early_stop=False)
+        return self.head(h)
+
+
+class Detached(Named):
+    """No gradient reaches its second linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.first(x)) + self.second(x).detach())
+
+
+REPEATED = (64 * 64 * 2 + 64 * 64 * 4) / (64 * 64 * 6 + 64 * 3)
+WITHOUT = (64 * 64 * 2 + 64 * 64) / (64 * 64 * 3 + 64 * 3)
+
+
+@pytest.mark.parametrize(("kind", "share"), [(Checkpointed, REPEATED), (Detached, WITHOUT)])
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_gemm_counts_as_often_as_it_runs(kind: type[nn.Module], share: float, chains: bool) -> None:
+    model, example = kind(), torch.ones(8, 64)
+    if chains:
+        done = convert(model, plan_everything(model, example, linears=64), example=example)
+    else:
+        done = convert(model, recipe="rowwise", module_filter_fn=lambda m, name: name != "head", example=example)
+    assert done.low_precision_share == pytest.approx(share)
 
 
 @pytest.mark.parametrize("kind", [Named, Returning])

@@ -41,21 +41,21 @@ def low_precision_share(
     modules = dict(named_sites(model))
     low = 0.0
 
-    def count_call(module: nn.Linear, x: Tensor, binding: LinearBinding | None) -> None:
+    def count(module: nn.Linear, x: Tensor, gemms: float) -> None:
         nonlocal low
-        rows = x.numel() // max(x.shape[-1], 1)
-        backward = torch.is_grad_enabled()
-        happens = {
-            "fprop": True,
-            "dgrad": backward and x.requires_grad,
-            "wgrad": backward and module.weight.requires_grad,
-        }
-        gemms = sum(happens[name] and (binding is None or getattr(binding, name) is not None) for name in happens)
-        low += 2.0 * rows * module.in_features * module.out_features * gemms
+        low += 2.0 * (x.numel() // max(x.shape[-1], 1)) * module.in_features * module.out_features * gemms
+
+    def count_call(module: nn.Linear, x: Tensor, y: Tensor, binding: LinearBinding | None) -> None:
+        count(module, x, binding is None or binding.fprop is not None)
+        needs = {"dgrad": x.requires_grad, "wgrad": module.weight.requires_grad}
+        gemms = sum(needs[name] and (binding is None or getattr(binding, name) is not None) for name in needs)
+        if y.requires_grad:  # counted when it runs: a checkpoint repeats the forward only, and y may be detached later
+            y.register_hook(lambda _: count(module, x, gemms))
 
     handles = [
-        modules[name].register_forward_pre_hook(
-            lambda m, args, given, b=binding: count_call(m, args[0] if args else given["input"], b), with_kwargs=True
+        modules[name].register_forward_hook(
+            lambda m, args, given, y, b=binding: count_call(m, args[0] if args else given["input"], y, b),
+            with_kwargs=True,
         )
         for name, binding in (*bindings.items(), *((name, None) for name in whole))
     ]
