@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tests.lowp.emulated import emulate
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.flop_counter import FlopCounterMode
 
 from foreign_zoo import ZOO
 from loka.lowp import chain_scales, chains_of
@@ -248,6 +249,19 @@ def test_a_container_that_somebody_watches_ends_a_chain() -> None:
     model = blocks()
     model.register_forward_hook(lambda module, inputs, output: None)
     assert names(discover(model, x)) == [["0.0", "1.0"]], "a hook on all of it sees what it saw"
+
+
+def test_hooks_of_all_modules_end_every_chain_and_are_named_where_they_come_later() -> None:
+    model, x = Net(straight), torch.randn(8, 64)
+    unit = discover(model, x).units[0]
+    with FlopCounterMode(display=False):
+        found = discover(model, x)
+        assert not found.units
+        assert "a" in found.by_themselves
+    place(model, unit)
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="registered for all modules at once"):
+        model(x)
+    assert model(x).shape == (8, 1)
 
 
 def test_names_are_those_of_the_plain_model() -> None:

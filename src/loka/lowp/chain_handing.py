@@ -18,6 +18,7 @@ from loka.formats import QTensor
 from loka.lowp.chain_function import Link
 from loka.lowp.chain_parts import Part
 from loka.lowp.passing import is_in_place, spell_call
+from loka.nn.replacing import every_module_is_watched
 
 
 class AnotherPathError(RuntimeError):
@@ -36,6 +37,10 @@ class AnotherPathError(RuntimeError):
 _HINT = (
     "this forward takes another path than the example the chain was found on; "
     "hint: loka.revert(model), and an example that takes this path"
+)
+_HOOKS_HINT = (
+    "hooks are registered for all modules at once, as by torch's FlopCounterMode, and may be what reads it; "
+    "hint: use them before loka.convert, or after loka.revert(model)"
 )
 # attributes and methods of a stand-in that do not depend on its values
 _METADATA = {
@@ -97,7 +102,8 @@ class StandIn(Tensor):
             return chain.meet_call(*called, in_place=is_in_place(func, args, kwargs))
         if chain.pending is found:
             chain.forget()
-        raise AnotherPathError(f"{name or func} reads a value inside the chain {chain.name}, which does not keep it: {_HINT}", chain.name)  # fmt: skip
+        hint = _HOOKS_HINT if every_module_is_watched() else _HINT
+        raise AnotherPathError(f"{name or func} reads a value inside the chain {chain.name}, which does not keep it: {hint}", chain.name)  # fmt: skip
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:

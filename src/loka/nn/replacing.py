@@ -1,6 +1,7 @@
 """Whether a module may be replaced: it must compute what its class does, and nobody may be watching it."""
 
 from torch import nn
+from torch.nn.modules import module as every_module
 
 SEES_CHAINS = "loka_sees_chains"  # attribute of a forward hook that knows that modules of a chain return placeholders
 
@@ -31,4 +32,16 @@ def is_watched(module: nn.Module) -> bool:
     Hooks marked with `SEES_CHAINS`, such as Probe's, do not count.
     """
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
+    own = any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
+    return own or every_module_is_watched()
+
+
+def every_module_is_watched() -> bool:
+    """Check whether hooks are registered for all modules at once, as by torch's FlopCounterMode."""
+    kinds = (
+        every_module._global_forward_hooks,
+        every_module._global_forward_pre_hooks,
+        every_module._global_backward_hooks,
+        every_module._global_backward_pre_hooks,
+    )
+    return any(kinds)
