@@ -4,6 +4,7 @@ Each is compared with the same converted model without it, or with the numbers t
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loka import Guard
 from loka.lowp import GuardConfig, chains_of
-from loka.placing import LinearOptions, convert, plan_everything, scale_state
+from loka.placing import LinearOptions, convert, plan_everything, revert, scale_state
 from loka.probe import Probe
 
 
@@ -182,6 +183,63 @@ def test_a_copy_trains_on_by_itself(low: Low) -> None:
     twin = copy.deepcopy(model)
     train(twin, 2)
     assert same(train(model, 2), [p.detach() for p in twin.parameters()])
+
+
+class Functional(nn.Module):
+    """Its forward calls an activation as a function, so it is a caller of its chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.b(nn.functional.relu(self.a(x))))
+
+
+def _wrap(model: nn.Module) -> None:
+    model.forward = partial(model.forward)
+
+
+def _compile(model: nn.Module) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+@pytest.mark.parametrize("replace", [_wrap, _compile])
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.parametrize("chains", [True, False])
+def test_a_forward_set_on_the_instance_runs_the_conversion_and_after_it_the_original(
+    replace: Callable[[nn.Module], None], when: str, chains: bool
+) -> None:
+    """As `model.forward = torch.compile(model.forward)` and Accelerate's `prepare` set it."""
+    model, x = Functional(), batch(0)[0]
+    twin, low = copy.deepcopy(model), copy.deepcopy(model)
+    if when != "after":
+        replace(model)
+    kept = vars(model).get("forward")
+    for one in (model, low):
+        if chains:
+            convert(one, plan_everything(twin, x, linears=64), example=x)
+        else:
+            convert(one, recipe="rowwise")
+    if when != "before":
+        replace(model)
+    assert torch.equal(model(x), low(x))
+    assert torch.equal(torch.compile(model, backend="eager")(x), low(x))
+    revert(model)
+    assert torch.equal(model(x), twin(x))
+    assert when != "before" or model.forward is kept
+
+
+@pytest.mark.parametrize("chains", [True, False])
+def test_a_linear_whose_forward_was_kept_runs_after_revert(chains: bool) -> None:
+    model, x = Functional(), batch(0)[0]
+    twin = copy.deepcopy(model)
+    convert(model, plan_everything(twin, x, linears=64)) if chains else convert(model, recipe="rowwise")
+    for linear in (model.a, model.b):
+        _wrap(linear)
+    model(x)
+    revert(model)
+    assert torch.equal(model(x), twin(x))
 
 
 class _Scaled(nn.Linear):

@@ -5,7 +5,8 @@ Passed    every later linear, norm, activation and dropout; its forward computes
 caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); it keeps its own forward
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,9 @@ class Head(InChain):
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the whole chain, and return its result or a placeholder that later modules pass on."""
-        chain = self.__dict__[CHAIN]
+        chain = self.__dict__.get(CHAIN)
+        if chain is None:
+            return _run_released(self, input)
         refuse_export(chain)
         handed: Tensor = chain.begin(chain.run(input))
         return handed
@@ -75,10 +78,17 @@ class Passed(InChain):
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return what the chain passes on. Raise if the input is not what the chain passed on before."""
+        if CHAIN not in self.__dict__:
+            return _run_released(self, input)
         handed: Tensor = self.__dict__[CHAIN].meet(
             input, linear=isinstance(self, nn.Linear), in_place=getattr(self, "inplace", False)
         )
         return handed
+
+
+def _run_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module that was reverted, called by a forward that was kept before: model.forward = compile(model.forward)."""
+    return type(module).forward(module, *args, **kwargs)
 
 
 class _Caller(nn.Module):
@@ -86,22 +96,32 @@ class _Caller(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, in which these calls return their input."""
-        if torch.compiler.is_compiling():
-            return self._run_handing_on(*args, **kwargs)
-        try:
-            return self._run_handing_on(*args, **kwargs)
-        except BaseException:  # do not report a missing call in the next batch because this one failed
-            for chain in self.__dict__[CALLS].chains:
-                chain.forget()
-            raise
+        if CALLS not in self.__dict__:
+            return _run_released(self, *args, **kwargs)
+        return _hand_on(self, super().forward, *args, **kwargs)
 
-    def _run_handing_on(self, *args: Any, **kwargs: Any) -> Any:
-        mode: HandOn = self.__dict__[CALLS]
-        with mode:
-            result = super().forward(*args, **kwargs)
+
+def _hand_on(caller: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a caller's forward, in which the functions that its chains have computed return their input."""
+    mode: HandOn | None = caller.__dict__.get(CALLS)
+    if mode is None:  # reverted
+        return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _run_under(mode, caller, forward, *args, **kwargs)
+    try:
+        return _run_under(mode, caller, forward, *args, **kwargs)
+    except BaseException:  # do not report a missing call in the next batch because this one failed
         for chain in mode.chains:
-            chain.leave(self)
-        return result
+            chain.forget()
+        raise
+
+
+def _run_under(mode: HandOn, caller: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        result = forward(*args, **kwargs)
+    for chain in mode.chains:
+        chain.leave(caller)
+    return result
 
 
 def add_call(caller: nn.Module, chain: "Chain") -> None:
@@ -109,6 +129,8 @@ def add_call(caller: nn.Module, chain: "Chain") -> None:
     if CALLS not in caller.__dict__:
         caller.__dict__[CALLS] = HandOn()
         caller.__class__ = mix(type(caller), _Caller)
+        if (own := caller.__dict__.get("forward")) is not None:  # model.forward = torch.compile(model.forward)
+            caller.__dict__["forward"] = partial(_hand_on, caller, own)
     caller.__dict__[CALLS].chains.append(chain)
 
 
@@ -121,6 +143,9 @@ def drop_call(caller: nn.Module, chain: "Chain") -> None:
     if not mode.chains:
         del caller.__dict__[CALLS]
         caller.__class__ = unmix(type(caller), _Caller)
+        own = caller.__dict__.get("forward")
+        if isinstance(own, partial) and own.func is _hand_on:  # one that was set later may call it, which does no harm
+            caller.__dict__["forward"] = own.args[1]
 
 
 def chain_of(module: nn.Module) -> "Chain | None":
