@@ -83,3 +83,20 @@ def test_a_forward_of_any_arguments_keeps_the_names_of_the_modules_own() -> None
         assert torch.equal(made(sparse=x, dense=x), 2 * x + 2)
         made.__class__ = unmix(unmix(type(made), Around), Further)
         assert type(made) is TwoInputs
+
+
+class Inherits(Louder):
+    """Its forward is another mixin's."""
+
+
+@pytest.mark.parametrize("mixin", [Louder, Inherits])
+def test_a_forward_that_was_kept_runs_the_module_without_the_mixin(mixin: type[nn.Module]) -> None:
+    """As `model.forward = torch.compile(model.forward)` keeps it."""
+    module, x = Own(3, 2), torch.randn(4, 3)
+    plain = module(x)
+    module.__class__ = mix(mix(Own, mixin), Odd)
+    module.forward = module.forward
+    module.__class__ = unmix(type(module), mixin)
+    torch.testing.assert_close(module(x), plain + 1)
+    module.__class__ = unmix(type(module), Odd)
+    assert torch.equal(module(x), plain)

@@ -65,9 +65,7 @@ class Head(InChain):
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the whole chain, and return its result or a placeholder that later modules pass on."""
-        chain = self.__dict__.get(CHAIN)
-        if chain is None:
-            return _run_released(self, input)
+        chain = self.__dict__[CHAIN]
         refuse_export(chain)
         handed: Tensor = chain.begin(chain.run(input))
         return handed
@@ -78,17 +76,10 @@ class Passed(InChain):
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return what the chain passes on. Raise if the input is not what the chain passed on before."""
-        if CHAIN not in self.__dict__:
-            return _run_released(self, input)
         handed: Tensor = self.__dict__[CHAIN].meet(
             input, linear=isinstance(self, nn.Linear), in_place=getattr(self, "inplace", False)
         )
         return handed
-
-
-def _run_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module that was reverted, called by a forward that was kept before: model.forward = compile(model.forward)."""
-    return type(module).forward(module, *args, **kwargs)
 
 
 class _Caller(nn.Module):
@@ -96,8 +87,6 @@ class _Caller(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, in which these calls return their input."""
-        if CALLS not in self.__dict__:
-            return _run_released(self, *args, **kwargs)
         return _hand_on(self, super().forward, *args, **kwargs)
 
 

@@ -9,6 +9,7 @@ can be pickled, deep-copied and saved with torch.save like any other.
 
 import copyreg
 import inspect
+from functools import update_wrapper
 from types import FunctionType
 from typing import Any
 
@@ -32,26 +33,33 @@ def mix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
     """
     key = (kind, mixin)
     if key not in _CLASSES:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, _PARTS: (mixin, kind), **_named_forward(mixin, kind)}  # fmt: skip
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, _PARTS: (mixin, kind), **_make_forward(mixin, kind)}  # fmt: skip
         _CLASSES[key] = _meta_for(type(kind))(kind.__name__, (mixin, kind), body)
     return _CLASSES[key]
 
 
-def _named_forward(mixin: type[nn.Module], kind: type[nn.Module]) -> dict[str, Any]:
-    """Return a mixin's `forward(*args, **kwargs)` with the argument names of the module's own; {} for any other forward.
+def _make_forward(mixin: type[nn.Module], kind: type[nn.Module]) -> dict[str, Any]:
+    """Return a forward that runs the mixin's or, once the mixin was removed, the module's own; {} if it has none.
 
-    `torch.export(dynamic_shapes={"x": ...})` and `torch.fx` read the names.
+    A forward outlives its mixin where it was kept: `model.forward = torch.compile(model.forward)`, then a revert. If the
+    mixin's takes `(*args, **kwargs)`, it has the argument names of the module's own, which
+    `torch.export(dynamic_shapes={"x": ...})` and `torch.fx` read.
     """
-    own = mixin.__dict__.get("forward")
-    if not isinstance(own, FunctionType):
+    own: Any = mixin.forward
+    if own is nn.Module.forward:
         return {}
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, mixin):
+            return type(self).forward(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    # code of its own: torch.compile limits how often one code object is compiled
+    made = update_wrapper(FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__), own)
     kinds = [parameter.kind for parameter in inspect.signature(own).parameters.values()][1:]
-    if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
-        return {}
-    forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
-    forward.__dict__.update(own.__dict__)
-    forward.__wrapped__ = kind.forward  # type: ignore[attr-defined]
-    return {"forward": forward}
+    if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+        made.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+    return {"forward": made}
 
 
 def declare_mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> None:
