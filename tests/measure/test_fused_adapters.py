@@ -1,6 +1,7 @@
 """The benchmark's views of the fused ops: they accept the reference, notice what is wrong, and count what must move."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from loka.kernels.fused_linear import reference as layer
 from loka.kernels.norm_quantize import reference as norm
 from loka.measure import bench
 from loka.measure.adapter import adapter_for
+from loka.measure.gate import judge_backend
 
 CPU = torch.device("cpu")
 LAYERS = [
@@ -214,3 +216,45 @@ def test_the_benchmark_times_them(op: str) -> None:
     assert len(copies) == (len(rows) if op == "norm_quantize" else 0)
     assert all(row.speedup.value > 0 and row.roofline_microseconds is None for row in copies)
     assert "reference" in bench.table(record)
+
+
+def _lower_amax(a, b, call, *, amax=None, **given):
+    """Forgets what was seen before."""
+    if amax is not None:
+        amax.zero_()
+    return layer.run(a, b, call, amax=amax, **given)
+
+
+def _halve_amax(a, b, call, *, amax=None, **given):
+    seen = None if amax is None else torch.zeros_like(amax)
+    result = layer.run(a, b, call, amax=seen, **given)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, seen / 2))
+    return result
+
+
+def _scale_rstd(a, b, call, **given):
+    result = layer.run(a, b, call, **given)
+    return replace(result, rstd=result.rstd * 1.001)
+
+
+def _return_one_buffer():
+    held = {}
+
+    def run(a, b, call, **given):
+        result = layer.run(a, b, call, **given)
+        return replace(result, rstd=held.setdefault(result.rstd.shape, torch.empty_like(result.rstd)).copy_(result.rstd))  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [(_lower_amax, "amax"), (_halve_amax, "amax"), (_scale_rstd, "rstd"), (_return_one_buffer(), "earlier result")],
+)
+def test_what_backward_and_later_steps_need_is_judged(run, reason: str) -> None:
+    """y is right in all of them."""
+    _, call, _ = prepare("fused_linear", "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose")
+    verdict = judge_backend("fused_linear", SimpleNamespace(supports=layer.supports, run=run), call, CPU)
+    assert not verdict
+    assert reason in verdict.reason

@@ -25,7 +25,6 @@ from loka.kernels.fused_linear.call import (
     NORMALIZED,
     NORMALIZED_SCALE,
     FusedCall,
-    FusedResult,
     GradientCall,
     GradientResult,
     kept_form,
@@ -45,21 +44,10 @@ from loka.measure.fused import (
     split_variant,
 )
 from loka.measure.inputs import Shape
+from loka.measure.layer_check import LayerOperands, check_layer, layer_law, run_layer
 from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Rival, Thunk
-
-
-@dataclass(frozen=True)
-class LayerOperands:
-    """Operands of a fused layer, and the same values in bf16 for the baseline."""
-
-    a: QTensor
-    b: QTensor
-    bias: Tensor | None
-    scale: Tensor | None
-    x: Tensor
-    w: Tensor
 
 
 @dataclass(frozen=True)
@@ -131,8 +119,8 @@ class FusedLinear(Op[FusedCall | GradientCall]):
             scale = torch.full((), NORMALIZED_SCALE, device=device)
             if not call.norm_block:
                 # z is saved with the same scale; max |z| bounds |y|, except for tanh and sigmoid
-                z, y, _ = _layer_law(call, a, b, bias)
-                scale = scale_from_amax(torch.maximum(z.abs().max(), y.abs().max()), call.out)
+                law = layer_law(call, a, b, bias)
+                scale = scale_from_amax(torch.maximum(law.z.abs().max(), law.y.abs().max()), call.out)
         return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16))
 
     def thunk(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Thunk:
@@ -141,15 +129,14 @@ class FusedLinear(Op[FusedCall | GradientCall]):
             o: GradientOperands = operands
             return lambda: backend.gradient(o.dy, o.z, o.rstd, call, scale=o.scale)
         p: LayerOperands = operands
-        return lambda: backend.run(p.a, p.b, call, out_scale=p.scale, bias=p.bias)
+        return partial(run_layer, backend, call, p)
 
     def check(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Conformance:
         """Check all outputs against float64, plain and with poisoned allocations."""
         if isinstance(call, GradientCall):
             g = _gradient_law(call, operands)
             return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_gradient(result, g))
-        z, y, error = _layer_law(call, operands.a, operands.b, operands.bias)
-        return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_layer(result, z, y, error))
+        return check_layer(backend, call, operands)
 
     def baseline(self, call: FusedCall | GradientCall, operands: Any) -> Thunk:
         """Return linear + RMSNorm + SiLU in bf16, or the backward of the latter two; compiled on a GPU."""
@@ -202,28 +189,6 @@ class FusedLinear(Op[FusedCall | GradientCall]):
     def flops(self, call: FusedCall | GradientCall) -> int:
         """Return 2 M K N for forward; 0 for the gradient, whose GEMMs are not included."""
         return 0 if isinstance(call, GradientCall) else 2 * call.m * call.k * call.n
-
-
-def _layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute z and y in float64, and their largest accumulation error on this device."""
-    left, right = a.dequantize().double(), b.dequantize().double()
-    law = conformance.law_of_values(left, right)
-    p = law.y if bias is None else law.y + bias.double()
-    z, factor = block_norm(p, NORM_EPS) if call.norm_block else (p, torch.ones_like(p))
-    lost = FLOAT32
-    if left.device.type == "cuda":
-        matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
-        lost += conformance.ELEMENT_ALLOWANCE * conformance.accumulation_error(matmul)
-    return z, ACTIVATE[call.activation](z), STEEPEST * lost * (law.terms * factor + z.abs())
-
-
-def _judge_layer(result: FusedResult, z: Tensor, y: Tensor, error: Tensor) -> Conformance:
-    verdicts = [judge_rounded(result.y, y, error, what="y")]
-    if result.y_t is not None:
-        verdicts.append(judge_rounded(result.y_t, y.T, error.T, what="y_t"))
-    if result.z is not None and result.z is not result.y:  # y was judged already
-        verdicts.append(judge_rounded(result.z, z, error, what="z"))
-    return worst_of(verdicts)
 
 
 def _gradient_operands(call: GradientCall, seed: int, distribution: str, device: torch.device) -> GradientOperands:

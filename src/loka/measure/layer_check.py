@@ -1,0 +1,113 @@
+"""Check the forward of fused_linear: y, its transpose, and what backward and the next step's scales depend on.
+
+A chain keeps z, rstd and the outputs of earlier layers until its backward, so no call may return the memory of another
+result, and takes its delayed scales from the amax that kernels raise.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, FusedCall, FusedResult
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure import conformance
+from loka.measure.conformance import Conformance, poisoned_allocations, worst_of
+from loka.measure.fused import ACTIVATE, FLOAT32, STEEPEST, block_norm
+from loka.measure.rounding import judge_rounded
+
+
+@dataclass(frozen=True)
+class LayerOperands:
+    """Operands of a fused layer, and the same values in bf16 for the baseline."""
+
+    a: QTensor
+    b: QTensor
+    bias: Tensor | None
+    scale: Tensor | None
+    x: Tensor
+    w: Tensor
+
+
+@dataclass(frozen=True)
+class LayerLaw:
+    """z, y and the norm's factor in float64, and the largest accumulation error of z and y on this device."""
+
+    z: Tensor
+    y: Tensor
+    factor: Tensor
+    error: Tensor
+
+
+def layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> LayerLaw:
+    """Compute what a call must return."""
+    left, right = a.dequantize().double(), b.dequantize().double()
+    law = conformance.law_of_values(left, right)
+    p = law.y if bias is None else law.y + bias.double()
+    z, factor = block_norm(p, NORM_EPS) if call.norm_block else (p, torch.ones_like(p))
+    lost = FLOAT32
+    if left.device.type == "cuda":
+        matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
+        lost += conformance.ELEMENT_ALLOWANCE * conformance.accumulation_error(matmul)
+    return LayerLaw(z, ACTIVATE[call.activation](z), factor, STEEPEST * lost * (law.terms * factor + z.abs()))
+
+
+def run_layer(backend: Any, call: FusedCall, o: LayerOperands, amax: Tensor | None = None) -> FusedResult:
+    """Run a backend on a call."""
+    if amax is not None:
+        call = replace(call, amax=True)
+    result: FusedResult = backend.run(o.a, o.b, call, out_scale=o.scale, bias=o.bias, amax=amax)
+    return result
+
+
+def check_layer(backend: Any, call: FusedCall, o: LayerOperands) -> Conformance:
+    """Check all results against float64, plain and with poisoned allocations, and that they are new memory."""
+    law = layer_law(call, o.a, o.b, o.bias)
+    first = run_layer(backend, call, o)
+    verdict = _judge(first, law)
+    if not verdict or not law.y.numel():
+        return verdict
+    with poisoned_allocations():
+        second = run_layer(backend, call, o)
+    if shared := _places(first) & _places(second):
+        return Conformance.failed(f"{len(shared)} results lie in memory that an earlier result was returned in")
+    verdict = worst_of([verdict, _judge(second, law)])
+    return worst_of([verdict, _judge_amax(backend, call, o, law)]) if verdict else verdict
+
+
+def _judge(result: FusedResult, law: LayerLaw) -> Conformance:
+    verdicts = [judge_rounded(result.y, law.y, law.error, what="y")]
+    if result.y_t is not None:
+        verdicts.append(judge_rounded(result.y_t, law.y.T, law.error.T, what="y_t"))
+    if result.z is not None and result.z is not result.y:  # y was judged already
+        verdicts.append(judge_rounded(result.z, law.z, law.error, what="z"))
+    if result.rstd is not None and law.z.numel():
+        # its relative error is that of the root mean square of the block's sums
+        error = torch.cat([part.square().mean(1, keepdim=True).sqrt() for part in torch.split(law.error, NORM_BLOCK, 1)], 1)  # fmt: skip
+        exact = law.factor[:, ::NORM_BLOCK]
+        verdicts.append(judge_rounded(result.rstd, exact, (error + FLOAT32) * exact, what="rstd"))
+    return worst_of(verdicts)
+
+
+def _places(result: FusedResult) -> set[int]:
+    """Return where the results begin in memory, but for scales, which may be an operand's."""
+    parts = (result.y, result.y_t, result.z, result.rstd)
+    return {(part.data if isinstance(part, QTensor) else part).data_ptr() for part in parts if part is not None}
+
+
+def _judge_amax(backend: Any, call: FusedCall, o: LayerOperands, law: LayerLaw) -> Conformance:
+    """Check that amax is raised to the largest |z|, and never lowered."""
+    device = o.a.data.device
+    if not backend.supports(replace(call, amax=True), device):
+        return Conformance(True, 0.0, 1.0)
+    largest = law.z.abs().max()
+    slack = law.error.max() + FLOAT32 * largest + 1e-30
+    verdicts = []
+    for start in (0.0, 2 * float(largest) + 1):
+        amax = torch.full((), start, device=device)
+        run_layer(backend, call, o, amax)
+        off = float((amax.double() - largest).abs() / slack) if start == 0 else float(amax != start) * 2
+        verdicts.append(Conformance.within(off, 1.0, f"amax is {float(amax)}, expected {max(start, float(largest))}"))
+    return worst_of(verdicts)
