@@ -135,6 +135,12 @@ def _gain_set(m: Net, x: Tensor) -> Tensor:
     return m.last(m.c(m.b(m.act(h))))
 
 
+def _autocast_within(m: Net, x: Tensor) -> Tensor:
+    h = m.act(m.a(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.last(m.c(m.b(h)))
+
+
 def _name_again(model: Net) -> None:
     model.layers = nn.ModuleList([model.a, model.act, model.b])
 
@@ -179,6 +185,7 @@ def _protect(model: Net) -> None:
         (_weight_read, {}, [["a"]], "b: its weight is read elsewhere too"),
         (_weight_clipped, {}, [["a"]], "b: its weight is read elsewhere too"),
         (_weight_clipped, {"before": _name_again}, [["a"]], "b: its weight is read elsewhere too"),
+        (_autocast_within, {}, [["a"], ["b", "c"]], "autocast begins or ends between them"),
         (_gain_set, {"act": nn.LayerNorm(96)}, [["b", "c"]], "the weight of act is read elsewhere too"),
         (_shared_activation, {}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (_function, {"function": F.relu}, [["a", "b", "c"]], "last: it is a prediction layer"),

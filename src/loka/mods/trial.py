@@ -118,7 +118,7 @@ class Trial:
         if claim.compare(mode, self._last, now, self._narrowest(set()), 0.0) is None:
             return None
         flow = record(self._model, self._example, training=mode == "training")
-        inside = flow.dtypes if isinstance(flow, Flow) else set()
+        inside = set(flow.dtypes) if isinstance(flow, Flow) else set()
         noise = _measure_noise(now[mode], self._run_in(mode))
         narrowest = self._narrowest(inside)
         if noise > claim.limit(narrowest):

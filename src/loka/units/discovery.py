@@ -297,6 +297,9 @@ class _Search:
             if reader.site is not None and reader.linear and reader.inputs == (value,):
                 if why := self._refuse(reader.site):
                     return state.link(), None, f"{reader.site}: {why}"
+                types = [self.flow.dtypes[one.outputs[0]] for one in (call, reader)]
+                if types[0] != types[1]:  # a chain has one
+                    return state.link(), None, f"{reader.site} computes in {types[1]}, it in {types[0]}: autocast begins or ends between them"  # fmt: skip
                 return state.link(), reader, ""
             if why := self._take(reader, value, state):
                 return state.link(), None, why

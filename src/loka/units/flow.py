@@ -83,7 +83,7 @@ class Flow:
     spans: list[Span] = field(default_factory=list)  # in the order they ended
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)  # whether a value holds floating-point numbers
-    dtypes: set[torch.dtype] = field(default_factory=set)  # of all values
+    dtypes: list[torch.dtype] = field(default_factory=list)  # of every value
     results: frozenset[int] = frozenset()
     owned: set[int] = field(default_factory=set)  # values that are parameters or buffers
     outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
@@ -468,7 +468,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values[id(tensor)] = len(self._flow.shapes)
         self._flow.shapes.append(tuple(tensor.shape))
         self._flow.floating.append(tensor.is_floating_point())
-        self._flow.dtypes.add(tensor.dtype)
+        self._flow.dtypes.append(tensor.dtype)
         if id(tensor) in self._owners or id(tensor) in self._buffers:
             self._flow.owned.add(self._values[id(tensor)])
         return self._values[id(tensor)]
