@@ -1,6 +1,7 @@
 """Chains are found by what an example shows, however the model is written; what ends one is said; and what is found can be placed and is the model up to FP8."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,19 @@ def _kept(m: Net, x: Tensor) -> Tensor:
     return m.last(m.c(m.act2(m.b(h))))
 
 
+KEPT: list[Tensor] = []
+
+
+def _kept_elsewhere(m: Net, x: Tensor) -> Tensor:
+    KEPT[:] = [m.act(m.a(x))]
+    return m.last(m.c(m.act2(m.b(KEPT[0]))))
+
+
+def _returned_in_an_object(m: Net, x: Tensor) -> object:
+    h = m.act(m.a(x))
+    return SimpleNamespace(hidden=h, logit=m.last(m.c(m.act2(m.b(h)))))
+
+
 def _weight_read(m: Net, x: Tensor) -> Tensor:
     return m.last(m.c(m.b(m.act(m.a(x))))) + m.b.weight.sum() * 0
 
@@ -182,6 +196,9 @@ def _protect(model: Net) -> None:
         (_twice, {}, [["a", "b"]], "c: it is called 2 times"),
         (_functional, {}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (_kept, {}, [["a"], ["b", "c"]], "it is a result of the model"),
+        (_kept_elsewhere, {}, [["a"], ["b", "c"]], "it is a result of the model"),
+        (_returned_in_an_object, {}, [["a"], ["b", "c"]], "it is a result of the model"),
+        (_returned_in_an_object, {"last": nn.Linear(64, 64)}, [["a"], ["b", "c"]], "last: it is a prediction layer"),
         (_weight_read, {}, [["a"]], "b: its weight is read elsewhere too"),
         (_weight_clipped, {}, [["a"]], "b: its weight is read elsewhere too"),
         (_weight_clipped, {"before": _name_again}, [["a"]], "b: its weight is read elsewhere too"),
@@ -243,8 +260,8 @@ def test_a_container_that_somebody_watches_ends_a_chain() -> None:
     x = torch.randn(8, 64)
     assert names(discover(blocks(), x)) == [["0.0", "1.0"]]
     model = blocks()
-    seen: list[Tensor] = []
-    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    seen: list[torch.Size] = []
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     found = discover(model, x)
     assert names(found) == [["0.0"], ["1.0"]]
     assert "0 has hooks" in found.ends["0.0"]
@@ -252,7 +269,7 @@ def test_a_container_that_somebody_watches_ends_a_chain() -> None:
         place(model, unit)
     seen.clear()
     model(x)
-    assert seen[0].shape == (8, 96)
+    assert seen[0] == (8, 96)
     model = blocks()
     model.register_forward_hook(lambda module, inputs, output: None)
     assert names(discover(model, x)) == [["0.0", "1.0"]], "a hook on all of it sees what it saw"

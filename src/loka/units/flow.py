@@ -372,10 +372,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [*self._whole, *([flow] if self._given else [])]
 
     def finish(self, result: Any) -> Flow:
-        # tensors that a forward keeps in attributes are results too: a loss may read them later
-        kept = [value for module in self._model.modules() for value in vars(module).values()]
-        known = [t for t in tensors_in(kept) if id(t) in self._values]
-        self._flow.results = frozenset(self._value(t) for t in (*tensors_in(result), *known))
+        # what somebody keeps is a result too, in attributes, a global list or an object of any class: a loss may read it
+        kept = {self._values[key] for key, tensor in self._alive.items() if tensor() is not None}
+        self._flow.results = frozenset(self._value(t) for t in tensors_in(result)) | (kept & self._flow.makers.keys())
         self._flow.outside_reads = frozenset(self._outside)
         return self._flow
 
