@@ -55,10 +55,12 @@ def _make_forward(mixin: type[nn.Module], kind: type[nn.Module]) -> dict[str, An
         return own(self, *args, **kwargs)
 
     # code of its own: torch.compile limits how often one code object is compiled
-    made = update_wrapper(FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__), own)
+    made = update_wrapper(
+        FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__), own
+    )
     kinds = [parameter.kind for parameter in inspect.signature(own).parameters.values()][1:]
     if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
-        made.__wrapped__ = kind.forward  # type: ignore[attr-defined]
+        made.__wrapped__ = kind.forward
     return {"forward": made}
 
 

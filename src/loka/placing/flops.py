@@ -50,7 +50,7 @@ def low_precision_share(
         needs = {"dgrad": x.requires_grad, "wgrad": module.weight.requires_grad}
         gemms = sum(needs[name] and (binding is None or getattr(binding, name) is not None) for name in needs)
         if y.requires_grad:  # counted when it runs: a checkpoint repeats the forward only, and y may be detached later
-            y.register_hook(lambda _: count(module, x, gemms))
+            y.register_hook(lambda _: count(module, x, gemms))  # type: ignore[no-untyped-call]
 
     handles = [
         modules[name].register_forward_hook(
