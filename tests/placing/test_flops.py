@@ -86,3 +86,17 @@ def test_inference_mode_counts_the_same(training: bool) -> None:
         shares.append(done.low_precision_share)
         assert not any(p.is_inference() for p in model.parameters())
     assert shares[0] == shares[1]
+
+
+class Reading(Named):
+    """Reads the weight of its second linear without calling it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.linear(self.first(x), self.second.weight))
+
+
+def test_a_linear_that_the_example_does_not_call_is_named() -> None:
+    called = convert(Named(), recipe="rowwise", example=torch.ones(8, 64))
+    read = convert(Reading(), recipe="rowwise", example=torch.ones(8, 64))
+    assert not any("not called" in note for note in called.notes)
+    assert any("not called" in note and note.endswith(": second") for note in read.notes)

@@ -122,7 +122,9 @@ def convert(
             bound.notes += room.place(model, plan.collectives)
         if example is not None:
             members = {name for unit in units for name in unit.linears}
-            share, of = low_precision_share(inner, example, bound.bindings, members), "model"
+            (share, idle), of = low_precision_share(inner, example, bound.bindings, members), "model"
+            if idle:
+                bound.notes.append(f"not called on the example, where nothing of them runs in low precision: {', '.join(idle)}")  # fmt: skip
         _place(inner, bound, units, undo)
         if example is not None and units:
             _rehearse(inner, example)

@@ -28,8 +28,8 @@ _CPU_ATTENTION: dict[Any, Any] = {  # missing in torch's own registry
 
 def low_precision_share(
     model: nn.Module, example: Any, bindings: Mapping[str, LinearBinding], whole: Collection[str] = ()
-) -> float:
-    """Return the low-precision share of the GEMM FLOPs of one step on `example`.
+) -> tuple[float, list[str]]:
+    """Return the low-precision share of the GEMM FLOPs of one step on `example`, and the linears it did not call.
 
     Args:
         model: not converted yet.
@@ -39,13 +39,14 @@ def low_precision_share(
         whole: linears all of whose GEMMs run in low precision: those in a chain.
     """
     modules = dict(named_sites(model))
-    low = 0.0
+    low, called = 0.0, set[int]()
 
     def count(module: nn.Linear, x: Tensor, gemms: float) -> None:
         nonlocal low
         low += 2.0 * (x.numel() // max(x.shape[-1], 1)) * module.in_features * module.out_features * gemms
 
     def count_call(module: nn.Linear, x: Tensor, y: Tensor, binding: LinearBinding | None) -> None:
+        called.add(id(module))
         count(module, x, binding is None or binding.fprop is not None)
         needs = {"dgrad": x.requires_grad, "wgrad": module.weight.requires_grad}
         gemms = sum(needs[name] and (binding is None or getattr(binding, name) is not None) for name in needs)
@@ -68,7 +69,8 @@ def low_precision_share(
             handle.remove()
     if counted.flops == 0:
         raise ValueError("the model ran no GEMM on the example, so no share of FLOPs can be computed")
-    return float(min(low / counted.flops, 1.0))
+    idle = [name for name in (*bindings, *whole) if id(modules[name]) not in called]
+    return float(min(low / counted.flops, 1.0)), idle
 
 
 class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
