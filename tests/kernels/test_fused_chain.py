@@ -309,7 +309,7 @@ def test_the_op_describes_itself_truthfully_to_triton(device: torch.device) -> N
         tensors = a.data, b.data, a.scale, b.scale, bias, scale, amax
         options = 1, 1, False, 4, 0.01, 1, torch.float8_e4m3fn, False, keep, True, None
         # The checker's other tests multiply FP8 tensors, which torch cannot; compiled code is run above.
-        torch.library.opcheck(triton_ops.fused_linear, (*tensors, *options), test_utils="test_faketensor")
+        torch.library.opcheck(triton_ops.fused_linear, (*tensors, *options, None, 0.0, 0), test_utils="test_faketensor")
         drawn = torch.tensor([3], device=device), 0.2, 1
         torch.library.opcheck(triton_ops.fused_linear, (*tensors, *options, *drawn), test_utils="test_faketensor")
 

@@ -284,17 +284,18 @@ def test_the_ops_keep_their_word_triton(device: torch.device) -> None:
     checks = ("test_schema", "test_faketensor")
     amax = torch.zeros((), device=device)
     operands = (p.x, None, p.weight, p.bias, p.scale, amax, 0, 2, 1e-5, torch.float8_e4m3fn)
-    torch.library.opcheck(ops.norm_quantize_both, operands, test_utils=checks)
+    nothing = None, 0.0, 0
+    torch.library.opcheck(ops.norm_quantize_both, (*operands, *nothing), test_utils=checks)
     drawn = torch.tensor([3], device=device), 0.2, 1
     torch.library.opcheck(ops.norm_quantize_both, (*operands, *drawn), test_utils=checks)
-    _, _, _, mean, rstd = ops.norm_quantize_both(*operands)
+    _, _, _, mean, rstd = ops.norm_quantize_both(*operands, *nothing)
     kept = (p.dy, p.x, None, p.weight, p.bias, mean, rstd)
-    torch.library.opcheck(ops.norm_gradient_both, (*kept, p.scale, None, 0, 2, torch.float8_e5m2), test_utils=checks)
-    torch.library.opcheck(ops.norm_gradient, (*kept, None, amax, 0, 2), test_utils=checks)
+    torch.library.opcheck(ops.norm_gradient_both, (*kept, p.scale, None, 0, 2, torch.float8_e5m2, *nothing), test_utils=checks)
+    torch.library.opcheck(ops.norm_gradient, (*kept, None, amax, 0, 2, *nothing), test_utils=checks)
     alone = (p.x, None, None, p.weight, p.bias, None, amax, 0, 2, 1e-5, torch.float8_e4m3fn, 0, False, torch.bfloat16)
-    torch.library.opcheck(ops.norm_quantize, alone, test_utils=checks)
+    torch.library.opcheck(ops.norm_quantize, (*alone, *nothing, None), test_utils=checks)
     given = (p.x, None, None, p.weight, p.bias, p.scale, amax, 0, 2, 1e-5, torch.float8_e4m3fn, 1, False, None)
-    torch.library.opcheck(ops.norm_quantize, (*given, *drawn), test_utils=checks)
+    torch.library.opcheck(ops.norm_quantize, (*given, *drawn, None), test_utils=checks)
     torch.library.opcheck(ops.norm_quantize, (*given, None, 0.0, 0, p.weight[None].repeat(3, 1)), test_utils=checks)
 
 

@@ -86,7 +86,7 @@ def test_a_kernel_runs_on_the_gpu_of_its_tensors(current: int, entered: list[int
         seen.append(index)
         yield
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(op_module, "_current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
     x = torch.ones(2).as_subclass(OnTheSecond)
     assert on_device(lambda a, b, c: c)(None, x, "ran") == "ran"
@@ -212,6 +212,17 @@ def test_autograd_sees_the_op_and_where_nobody_looks_the_function_is_called() ->
         assert CALLS == [False]
     finally:
         op_module._functions[counted] = before
+
+
+def test_an_argument_that_compiled_code_would_pass_by_name_is_refused() -> None:
+    """Inductor writes `op(x, p=0.0)` where a default is used; such a call would go through the dispatcher."""
+
+    def with_default(x: Tensor, p: float = 0.0) -> Tensor: ...
+    def by_name(x: Tensor, *, p: float) -> Tensor: ...
+
+    for function in (with_default, by_name):
+        with pytest.raises(ValueError, match="p would be passed by name"):
+            torch_op("test_refused")(function)
 
 
 def test_compiled_code_calls_the_function_past_the_dispatcher() -> None:

@@ -13,6 +13,7 @@ profiler, a tensor subclass or autograd. Otherwise `invoke` calls the Python fun
 itself when compiled code calls it (`_bypass_dispatcher`).
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -25,6 +26,7 @@ _LIBRARY = torch.library.Library("loka", "FRAGMENT")  # type: ignore[no-untyped-
 
 Function = Callable[..., Any]
 _functions: dict[Any, Function] = {}  # op -> the Python function that implements it
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -32,7 +34,8 @@ R = TypeVar("R")
 def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag] = ()) -> Callable[[Function], Any]:
     """Register a function as the torch op `loka::NAME`.
 
-    An op's signature is fixed, so the op returns an empty float32 tensor for a result that is None.
+    An op's signature is fixed, so the op returns an empty float32 tensor for a result that is None. No argument may have
+    a default: compiled code passes those by name, which only the dispatcher understands.
 
     Args:
         name: the op's name, without the namespace.
@@ -50,13 +53,16 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
     """
 
     def register(function: Function) -> Any:
+        named = [p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty or p.kind is p.KEYWORD_ONLY]  # fmt: skip
+        if named:
+            raise ValueError(f"loka::{name}: {', '.join(named)} would be passed by name; hint: no defaults and no keyword-only arguments")  # fmt: skip
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
         implementation = on_device(function)
         kernel = _forbid_gradient(name, _fill_absent_results(implementation))
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         op = getattr(torch.ops.loka, name).default
-        _bypass_dispatcher(op, implementation)  # before the op is hashed: its hash is that of `op._op`
+        _bypass_dispatcher(op, function)  # before the op is hashed: its hash is that of `op._op`
         _functions[op] = implementation
 
         def below_autograd(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +92,7 @@ def on_device(function: Callable[P, R]) -> Callable[P, R]:
         for arg in args:
             if isinstance(arg, Tensor) and arg.is_cuda:
                 index = arg.get_device()
-                if index == torch.cuda.current_device():
+                if index == _current_device():
                     break
                 with torch.cuda.device(index):
                     return function(*args, **kwargs)
@@ -118,17 +124,21 @@ def invoke(op: Any, *args: Any) -> Any:
 
 def _bypass_dispatcher(op: Any, function: Function) -> None:
     """Make calls of the op, which is what compiled code contains, skip the dispatcher if nothing needs it."""
-    dispatched = op._op
+    dispatched, elsewhere = op._op, on_device(function)
     empty: dict[tuple[torch.device, int], Tensor] = {}  # stand-ins for absent results, never read or written
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not call.direct or torch.compiler.is_compiling() or _needs_dispatcher(args):  # type: ignore[attr-defined]
+        if kwargs or not call.direct or torch.compiler._is_compiling_flag or _needs_dispatcher(args):  # type: ignore[attr-defined]
             return dispatched(*args, **kwargs)
-        found = function(*args)
-        if type(found) is not tuple:
-            return found
-        device = args[0].device
-        return tuple([empty_at(device, i) if result is None else result for i, result in enumerate(found)])
+        first = args[0]
+        here = isinstance(first, Tensor) and first.is_cuda and first.get_device() == _current_device()
+        found = function(*args) if here else elsewhere(*args)
+        if type(found) is tuple:
+            for result in found:
+                if result is None:
+                    device = first.device
+                    return tuple([empty_at(device, i) if result is None else result for i, result in enumerate(found)])
+        return found
 
     def empty_at(device: torch.device, index: int) -> Tensor:
         """Return the cached stand-in for result `index`. Compiled code checks that no two results are one tensor."""

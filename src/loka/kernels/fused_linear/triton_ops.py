@@ -13,7 +13,7 @@ from loka.kernels.op import fake_of, torch_op
 def fused_linear(
     a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, out_scale: Tensor | None, amax: Tensor | None,
     a_source: int, b_source: int, norm: bool, activation: int, slope: float, form: int, out_dtype: torch.dtype,
-    pow2: bool, keep: int, transpose: bool, launch: list[int] | None, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
+    pow2: bool, keep: int, transpose: bool, launch: list[int] | None, seed: Tensor | None, p: float, stream: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place.
 
@@ -30,7 +30,7 @@ def fused_linear(
 
 
 @fake_of(fused_linear)
-def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation, slope, form, out_dtype, pow2, keep, transpose, launch, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation, slope, form, out_dtype, pow2, keep, transpose, launch, seed, p, stream):  # type: ignore[no-untyped-def]  # fmt: skip
     m, n, device = a.shape[0], b.shape[0], a.device
     grouped = form == kernels.OUT_GROUPED
 
@@ -52,7 +52,7 @@ def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation,
 def fused_linear_gradient(
     dy: Tensor, z: Tensor | None, z_scale: Tensor | None, rstd: Tensor | None, scale: Tensor | None,
     norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool, dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
-    seed: Tensor | None = None, p: float = 0.0, stream: int = 0, drop: int = 0,
+    seed: Tensor | None, p: float, stream: int, drop: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return g, g_scale, g_t, gt_scale, bias, amax.
 
@@ -68,7 +68,7 @@ def fused_linear_gradient(
 
 
 @fake_of(fused_linear_gradient)
-def _(dy, z, z_scale, rstd, scale, norm, activation, kept, slope, bias, grouped, dtype, t_dtype, pow2, t_pow2, seed=None, p=0.0, stream=0, drop=0):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(dy, z, z_scale, rstd, scale, norm, activation, kept, slope, bias, grouped, dtype, t_dtype, pow2, t_pow2, seed, p, stream, drop):  # type: ignore[no-untyped-def]  # fmt: skip
     (m, n), device = dy.shape, dy.device
     alone = () if scale is None else (0,)  # one dynamic scale, or nothing
 
@@ -89,7 +89,7 @@ def _(dy, z, z_scale, rstd, scale, norm, activation, kept, slope, bias, grouped,
 def fused_linear_dgrad(
     g: Tensor, w_t: Tensor, sg: Tensor, sw: Tensor, z: Tensor | None, z_scale: Tensor | None, scale: Tensor, amax: Tensor | None,
     activation: int, kept: int, slope: float, dtype: torch.dtype, bias: bool, launch: list[int] | None,
-    seed: Tensor | None = None, p: float = 0.0, stream: int = 0, drop: int = 0,
+    seed: Tensor | None, p: float, stream: int, drop: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return g, g_t and the bias gradient of the previous layer; `amax` is raised in place."""
     results = triton_dgrad_kernels.dgrad(
@@ -100,7 +100,7 @@ def fused_linear_dgrad(
 
 
 @fake_of(fused_linear_dgrad)
-def _(g, w_t, sg, sw, z, z_scale, scale, amax, activation, kept, slope, dtype, bias, launch, seed=None, p=0.0, stream=0, drop=0):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(g, w_t, sg, sw, z, z_scale, scale, amax, activation, kept, slope, dtype, bias, launch, seed, p, stream, drop):  # type: ignore[no-untyped-def]  # fmt: skip
     m, n = g.shape[0], w_t.shape[0]
     return (
         kernels.aligned(m, n, dtype, g.device),

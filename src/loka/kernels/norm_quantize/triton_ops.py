@@ -17,7 +17,7 @@ def _nothing(like: Tensor) -> Tensor:
 def norm_quantize(
     x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
-    seed: Tensor | None = None, p: float = 0.0, stream: int = 0, head: Tensor | None = None,
+    seed: Tensor | None, p: float, stream: int, head: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q, scale, h, y, mean, rstd, dots. A given scale is returned only with dropout (a seed), times its factor."""
     results = kernels.forward(
@@ -29,7 +29,7 @@ def norm_quantize(
 
 
 @fake_of(norm_quantize)
-def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype, seed=None, p=0.0, stream=0, head=None):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype, seed, p, stream, head):  # type: ignore[no-untyped-def]  # fmt: skip
     m, k = x.shape
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
@@ -52,7 +52,7 @@ def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dt
 @torch_op("norm_gradient", mutates=("amax",))
 def norm_gradient(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
-    amax: Tensor | None, norm: int, activation: int, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
+    amax: Tensor | None, norm: int, activation: int, seed: Tensor | None, p: float, stream: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx, dweight, dbias."""
     results = kernels.backward(
@@ -62,7 +62,7 @@ def norm_gradient(
 
 
 @fake_of(norm_gradient)
-def _(dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm, activation, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]
+def _(dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm, activation, seed, p, stream):  # type: ignore[no-untyped-def]
     return (dy.new_empty(dy.shape, dtype=h.dtype if h_scale is None else dy.dtype), *_fake_parameters(dy, weight, bias))
 
 
@@ -76,7 +76,7 @@ def _fake_parameters(dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 @torch_op("norm_quantize_both", mutates=("amax",))
 def norm_quantize_both(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
-    norm: int, activation: int, eps: float, dtype: torch.dtype, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
+    norm: int, activation: int, eps: float, dtype: torch.dtype, seed: Tensor | None, p: float, stream: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q, q^T, the scale times dropout's factor, mean, rstd."""
     results = both.forward_both(
@@ -86,7 +86,7 @@ def norm_quantize_both(
 
 
 @fake_of(norm_quantize_both)
-def _(x, x_scale, weight, bias, scale, amax, norm, activation, eps, dtype, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]
+def _(x, x_scale, weight, bias, scale, amax, norm, activation, eps, dtype, seed, p, stream):  # type: ignore[no-untyped-def]
     m, k = x.shape
     statistics = x.new_empty((m, 1), dtype=torch.float32)
     mean = torch.empty_like(statistics) if norm == kernels.LAYER else _nothing(x)
@@ -97,7 +97,7 @@ def _(x, x_scale, weight, bias, scale, amax, norm, activation, eps, dtype, seed=
 @torch_op("norm_gradient_both", mutates=("amax",))
 def norm_gradient_both(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
-    amax: Tensor | None, norm: int, activation: int, dtype: torch.dtype, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
+    amax: Tensor | None, norm: int, activation: int, dtype: torch.dtype, seed: Tensor | None, p: float, stream: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx, dx^T, dweight, dbias."""
     results = both.backward_both(
@@ -107,7 +107,7 @@ def norm_gradient_both(
 
 
 @fake_of(norm_gradient_both)
-def _(dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm, activation, dtype, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]
+def _(dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm, activation, dtype, seed, p, stream):  # type: ignore[no-untyped-def]
     m, k = dy.shape
     dx_t = kernels.aligned(k, m, dtype, dy.device)
     return kernels.aligned(m, k, dtype, dy.device), dx_t, *_fake_parameters(dy, weight, bias)
