@@ -108,7 +108,7 @@ def main(folder: Path) -> None:
     import torch
     from launched_kernels import add, scale  # beside this file
 
-    from loka.kernels import triton_launcher
+    from loka.kernels import triton_compiled, triton_launcher
 
     triton_launcher._current_device = lambda: 0
 
@@ -135,7 +135,7 @@ def main(folder: Path) -> None:
     for _ in range(2):  # the second time all of them are in turn with others at the same address
         for rows, columns, stride, block in ((64, 64, 64, [32, 32]), (128, 64, 64, [32, 32]), (64, 32, 96, [32, 32]), (64, 64, 64, [64, 32])):  # fmt: skip
             x = store.as_strided((rows, columns), (stride, 1))
-            first, second = triton_launcher.describe(x, block), triton_launcher.describe(x.view(torch.int32), block)
+            first, second = triton_compiled.describe(x, block), triton_compiled.describe(x.view(torch.int32), block)
             for n, factor, optional in ((48, 0.5, None), (47, 2.0, out), (2**40, -1.0, out[4:])):
                 assert compare(add, (3, 2), first, out, second, optional, n, factor, *block, num_warps=4) == 0
     for x in (torch.zeros(64), torch.zeros(65)[1:], out):

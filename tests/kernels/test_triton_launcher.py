@@ -19,8 +19,9 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loka.kernels import triton_launcher
-from loka.kernels.triton_launcher import Quick, describe, quick
+from loka.kernels import triton_compiled, triton_launcher
+from loka.kernels.triton_compiled import describe
+from loka.kernels.triton_launcher import Quick, quick
 
 PLACES = 5  # of the arguments that are no constants
 
@@ -321,7 +322,7 @@ def test_a_matrix_that_tma_cannot_read_is_refused_where_it_is_new(real: tuple[Ke
 
 def test_maps_are_kept_up_to_a_bound(real: tuple[Kernel, Any, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     _, fast, filled = real
-    monkeypatch.setattr(triton_launcher, "_CACHE_LIMIT", 4)
+    monkeypatch.setattr(triton_compiled, "CACHE_LIMIT", 4)
     launch_on(fast, describe(matrix(32, 32, 32), [16, 32]))
     for rows in range(1, 12):
         launch_on(fast, describe(matrix(rows, 32, 32), [16, 32]))

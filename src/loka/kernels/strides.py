@@ -3,10 +3,16 @@
 Also integer helpers: Triton's own functions take 2 us for a division outside of a kernel.
 """
 
+import math
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 GRANULE = 16  # bytes: TMA and cuBLASLt require rows that start at multiples of it
+Maker = Callable[[], Tensor]
 
 
 def cdiv(count: int, size: int) -> int:
@@ -46,6 +52,40 @@ def empty_rows(rows: int, columns: int, step: int, dtype: torch.dtype, device: t
     wide = -(-columns // step) * step
     made = torch.empty(rows, wide, dtype=dtype, device=device)
     return made if isinstance(columns, int) and wide == columns else made[:, :columns]
+
+
+def alignment(*numbers: int) -> int:
+    """Return the power of two, at most 16, that divides all numbers: the widths and row strides of what a kernel loads.
+
+    Without it the compiler moves one element at a time if the width is not a multiple of 16, at a fifth of the speed.
+    """
+    return math.gcd(16, *numbers)
+
+
+def maker(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, stride: tuple[int, ...] | None = None) -> Maker:  # fmt: skip
+    """Return a function that makes uninitialized tensors on the current GPU, or the CPU, without a layer of Python.
+
+    It calls what torch's own compiled code allocates with, which takes half as long as `torch.empty`: 2.4 us compared
+    with 5.4 on the host of an H200.
+
+    Args:
+        size: of the tensors.
+        dtype: of the tensors.
+        device: where they are; a GPU must be the current one, as it is inside an op (`loka.kernels.op`).
+        stride: of the tensors; contiguous if omitted.
+    """
+    if stride is None:
+        stride = tuple([math.prod([max(1, n) for n in size[at + 1 :]]) for at in range(len(size))])
+    if device.type not in ("cpu", "cuda"):
+        return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+    return partial(guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu, size, stride, dtype)
+
+
+def rows_maker(rows: int, columns: int, step: int, dtype: torch.dtype, device: torch.device) -> Maker:
+    """Return a `maker` of what `empty_rows` returns."""
+    wide = cdiv(columns, step) * step
+    whole = maker((rows, wide), dtype, device)
+    return whole if wide == columns else lambda: whole()[:, :columns]
 
 
 def empty_words(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, step: int = 16) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -5,7 +5,7 @@ compiled kernel up by it, and encodes every TMA descriptor. For kernels like our
 constants, that takes 100 us of Python and more, while the GPU may be waiting for the host. Here the compiled kernel is
 found by the few facts that can differ between two calls of a program:
 
-    tensor       its dtype, and whether it starts at a multiple of 16 bytes
+    tensor       its dtype (or the one it is reinterpreted as), and whether it starts at a multiple of 16 bytes
     descriptor   the dtype of its tensor, and the block
     integer      whether it is 1, a multiple of 16, and how many bits it needs
     float        nothing
@@ -16,29 +16,21 @@ compiles or finds the kernel, and is cached. A launch with any other kind of arg
 goes through Triton. Triton's settings (`TRITON_DEBUG`, instrumentation) take effect at the first launch of a kernel:
 changing them later does not affect kernels that are already compiled.
 
-A compiled kernel caches the tensor maps that Triton encoded from descriptors. A map is reused if everything it is made
-of is the same: the kernel and the argument's position (which determine dtype, block, swizzle and GPU), the address,
-sizes, strides and the remaining fields of the descriptor. A map owns no memory, it only refers to it: weights stay in
-place, and torch's allocator returns the same addresses step after step. The launch itself is Triton's, with addresses
-instead of tensors. If launch hooks are installed (by a profiler), or Triton's internals differ from the releases this
-was written for (3.6 and 3.7), everything is left to Triton.
+A kernel whose shape is known before its tensors are is launched with less (`triton_bound`).
 """
 
-import inspect
 from collections.abc import Callable
-from copy import copy
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_CACHE_LIMIT = 4096  # entries of each cache below, which is cleared when it is full
-_runtime, _driver = triton.knobs.runtime, triton.runtime.driver
+from loka.kernels.triton_compiled import CACHE_LIMIT, Compiled, check_descriptors
+
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # padding, and fields that later versions add
 _other_fields = attrgetter(*(field.name for field in fields(TensorDescriptor)[4:]))
@@ -88,20 +80,31 @@ class Quick:
         """Return a function that launches the kernel on this grid."""
 
         def launch(*args: Any, **options: Any) -> None:
-            plain = list(args)
-            key, described = self.read(plain, options)
-            found = None if key is None else self._compiled.get(key)
-            if found is not None:
-                found.launch(grid, args, plain, described)
-                return
-            _check_descriptors(args)
-            made = self.jitted[grid](*args, **options)
-            if made is not None and key is not None and len(args) == self._arguments:
-                if len(self._compiled) >= _CACHE_LIMIT:
-                    self._compiled.clear()
-                self._compiled[key] = Compiled(made)
+            self.launch(grid, args, options)
 
         return launch
+
+    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Compiled | None:
+        """Launch the kernel on a grid, and return what it was compiled to; None if that is not known."""
+        plain = list(args)
+        key, described = self.read(plain, options)
+        found = None if key is None else self._compiled.get(key)
+        if found is None:
+            check_descriptors(args)
+            made = self.jitted[grid](*args, **options)
+            if made is not None and key is not None and len(args) == self._arguments:
+                if len(self._compiled) >= CACHE_LIMIT:
+                    self._compiled.clear()
+                self._compiled[key] = found = Compiled(made)
+            return found
+        grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        if found.is_left_to_triton():
+            found.launch_through_triton(grid, args)
+            return found
+        for fact in reversed(described):  # a descriptor expands to several arguments; last first keeps positions valid
+            plain[fact[0] : fact[0] + 1] = found.map_of(fact, args[fact[0]])
+        found.launch(grid, _current_device(), plain)
+        return found
 
     def read(self, args: list[Any], options: dict[str, Any]) -> tuple[tuple[Any, ...] | None, list[tuple[Any, ...]]]:
         """Return the cache key of a launch, and the keys of its tensor maps.
@@ -136,100 +139,16 @@ class Quick:
                 add(base.dtype)
                 add(tuple(arg.block_shape))
                 described.append((i, base.data_ptr(), *arg.shape, *arg.strides, _other_fields(arg)))
+            elif kind is TensorWrapper:
+                add(arg.dtype)
+                add(arg.data_ptr() & 15 == 0)
+                if arg.base.is_cuda:
+                    args[i] = arg.data_ptr()
             elif kind is float or kind is bool:
                 add(kind)
             else:
                 return None, []
         return tuple(key), described
-
-
-class Compiled:
-    """A compiled kernel and a cache of the tensor maps that it was launched with.
-
-    Args:
-        kernel: Triton's `CompiledKernel`.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self._launcher, self._descriptor_meta = _take_launcher_apart(kernel)
-        self._maps: dict[tuple[Any, ...], list[Any]] = {}
-
-    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], plain: list[Any], described: list[tuple[Any, ...]]) -> None:  # fmt: skip
-        """Launch the kernel.
-
-        Args:
-            grid: one to three sizes.
-            args: the arguments as Triton takes them.
-            plain, described: the arguments after `Quick.read`, and what it returned for the descriptors.
-        """
-        grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        if self._launcher is None or _has_launch_hooks():
-            _check_descriptors(args)
-            self.kernel[grid](*args)
-            return
-        for key in reversed(described):  # a descriptor expands to several arguments; last first keeps positions valid
-            position = key[0]
-            plain[position : position + 1] = self._maps.get(key) or self._encode(key, args[position])
-        active, kernel = _driver.active, self.kernel
-        stream = active.get_current_stream(_current_device())
-        self._launcher(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *plain)
-
-    def _encode(self, key: tuple[Any, ...], descriptor: TensorDescriptor) -> list[Any]:
-        """Return the arguments that Triton makes of a descriptor: a tensor map, sizes and strides.
-
-        Without TMA they contain the tensor itself, which must not be cached.
-        """
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        _check_descriptors((descriptor,))
-        meta = self._descriptor_meta[key[0]]
-        made: list[Any] = make_tensordesc_arg(descriptor, meta)
-        if meta is not None:
-            if len(self._maps) >= _CACHE_LIMIT:
-                self._maps.clear()
-            self._maps[key] = made
-        return made
-
-
-_LAUNCHER = ["self", "gridX", "gridY", "gridZ", "stream", "function"]
-_HOOKS = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
-
-
-def _take_launcher_apart(kernel: Any) -> tuple[Any, dict[int, Any]]:
-    """Return Triton's launcher without its step that encodes descriptors, and that step's metadata by position.
-
-    Returns (None, {}) if Triton's internals are not as expected.
-    """
-    launcher: Any = getattr(kernel, "run", None)
-    launch = getattr(launcher, "launch", None)
-    if launch is None or not hasattr(kernel, "packed_metadata") or not hasattr(kernel, "function"):
-        return None, {}
-    if list(inspect.signature(type(launcher).__call__).parameters) not in ([*_LAUNCHER, "args"], [*_LAUNCHER, *_HOOKS, "args"]):  # fmt: skip
-        return None, {}
-    if inspect.isbuiltin(launch):  # no descriptors
-        return launcher, {}
-    if not inspect.isfunction(launch):
-        return None, {}
-    known = inspect.getclosurevars(launch).nonlocals
-    if set(known) != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
-        return None, {}
-    bare = copy(launcher)
-    bare.launch = known["launcher"]
-    return bare, dict(zip(sorted(known["tensordesc_indices"]), known["tensordesc_meta"], strict=True))
-
-
-def _has_launch_hooks() -> bool:
-    """Return True if a launch hook is installed; such launches go through Triton, which calls the hooks."""
-    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))  # fmt: skip
-
-
-def _check_descriptors(args: tuple[Any, ...]) -> None:
-    """Run the checks of descriptors that `describe` skips."""
-    for arg in args:
-        if type(arg) is TensorDescriptor:
-            arg.__post_init__()
 
 
 _integer_kinds: dict[int, int] = {}
@@ -247,27 +166,7 @@ def _integer_kind(number: int) -> int:
         + 32 * (number < 0)
         + 64 * (bits > 64)
     )
-    if len(_integer_kinds) >= _CACHE_LIMIT:  # seeds and the row counts of ragged batches are unbounded
+    if len(_integer_kinds) >= CACHE_LIMIT:  # seeds and the row counts of ragged batches are unbounded
         _integer_kinds.clear()
     _integer_kinds[number] = found
     return found
-
-
-def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Return a TMA descriptor of a matrix, without the checks of `TensorDescriptor.from_tensor`.
-
-    A `quick` kernel runs those checks the first time it sees the matrix.
-
-    Args:
-        x: a matrix whose rows start at multiples of 16 bytes.
-        block: the rows and columns that a program loads at once.
-
-    Returns:
-        A kernel argument.
-    """
-    made = _new(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape = x, x.shape, x.stride(), block
-    return made
-
-
-_new = TensorDescriptor.__new__

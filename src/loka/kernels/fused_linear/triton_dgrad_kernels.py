@@ -28,7 +28,8 @@ from loka.kernels.fused_linear.triton_kernels import (
 from loka.kernels.scaled_mm.triton_kernels import tma_ready
 from loka.kernels.strides import cdiv
 from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
-from loka.kernels.triton_launcher import describe, quick
+from loka.kernels.triton_compiled import describe
+from loka.kernels.triton_launcher import quick
 
 _SCALAR = tl.constexpr(1)
 _Z_SCALED = tl.constexpr(2)

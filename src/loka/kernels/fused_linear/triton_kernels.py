@@ -36,7 +36,8 @@ from loka.kernels.tile import (
     tile_order,
     to_fp8,
 )
-from loka.kernels.triton_launcher import describe, quick
+from loka.kernels.triton_compiled import describe
+from loka.kernels.triton_launcher import quick
 
 _SCALAR = tl.constexpr(1)
 _VECTOR = tl.constexpr(2)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
-from loka.kernels.quantize.triton_kernels import aligned, alignment
+from loka.kernels.quantize.triton_kernels import aligned
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import cdiv, empty_words
+from loka.kernels.strides import alignment, cdiv, empty_words
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -314,7 +314,7 @@ def forward_both(
     _forward_both[(cdiv(m, rows),)](
         x, x_scale, weight, bias, scale, made, q, words, mean, rstd, amax, *draw_arguments(dropout), m, k, x.stride(0), q.stride(0), words.shape[1], eps,
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(x_scale), dtype == torch.float8_e5m2, amax is not None,
-        alignment(x), dropout is not None, INTERPRETED, **_LAUNCH,
+        alignment(k, x.stride(0)), dropout is not None, INTERPRETED, **_LAUNCH,
     )  # fmt: skip
     return {"q": q, "q_t": q_t, "scale": made, "mean": mean if norm == LAYER else None, "rstd": rstd}
 
@@ -334,7 +334,7 @@ def backward_both(
         dy, h, h_scale, weight, bias, mean, rstd, scale, dx, words, dw, db, amax, *draw_arguments(dropout),
         m, k, dy.stride(0), h.stride(0), dx.stride(0), words.shape[1],
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(h_scale), dtype == torch.float8_e5m2, amax is not None,
-        alignment(dy, h), dropout is not None, INTERPRETED, **_LAUNCH,
+        alignment(k, dy.stride(0), h.stride(0)), dropout is not None, INTERPRETED, **_LAUNCH,
     )  # fmt: skip
     return {
         "dx": dx,

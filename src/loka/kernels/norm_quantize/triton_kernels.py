@@ -14,9 +14,9 @@ from torch import Tensor
 from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK
-from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
+from loka.kernels.quantize.triton_kernels import aligned, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import cdiv, next_power_of_2
+from loka.kernels.strides import alignment, cdiv, next_power_of_2
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -448,7 +448,7 @@ def forward(
     _forward[(programs,)](
         x, x_scale, residual, h, weight, bias, q, scale, made, y, mean, rstd, amax, head, dots, *draw_arguments(dropout), m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
         0 if q is None else q.stride(0), eps, rows, wide, rest, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide + rest, m % rows == 0, alignment(x, residual), dropout is not None, 0 if head is None else head.shape[0], stages, INTERPRETED, num_warps=warps,
+        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide + rest, m % rows == 0, alignment(k, x.stride(0), *(() if residual is None else (residual.stride(0),))), dropout is not None, 0 if head is None else head.shape[0], stages, INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return {
         "q": q,
@@ -478,7 +478,7 @@ def backward(
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward[(programs,)](
         dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, *draw_arguments(dropout), m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
-        rows, wide, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), dropout is not None, INTERPRETED,
+        rows, wide, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(k, dy.stride(0), h.stride(0), *(() if dh is None else (dh.stride(0),))), dropout is not None, INTERPRETED,
         num_warps=16 if many else 4 if rows * wide <= 2048 else 8,
     )  # fmt: skip
     return {

@@ -8,11 +8,11 @@ the parts spilled. As in `_both` of `triton_kernels`, four consecutive rows are 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from loka.kernels.quantize.triton_pairs_kernels import apart, larger, largest, load_pairs
-from loka.kernels.strides import cdiv
+from loka.kernels.strides import alignment, cdiv
 from loka.kernels.tile import INTERPRETED, inverse, pack_rows, pack_rows_checked, scale_of, to_fp8
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _TILE = 128
@@ -116,16 +116,13 @@ def _rows_of(words, s_ptr, row, rows, stride, HALF: tl.constexpr, POW2: tl.const
     return _made(tl.maximum(low, high), s_ptr, row, rows, stride, POW2)[:, None]
 
 
-def quantize_grouped(
-    x: Tensor, align: int, q: Tensor, scale: Tensor, words: Tensor, t_scale: Tensor, pow2: bool, t_pow2: bool
-) -> None:
-    """Fill q [M, K], the transpose as int32 words [K, M / 4], and their scales per 1x128.
+def bind_grouped(m: int, k: int, stride: int, dtype: torch.dtype, wide: int, words: int, pow2: bool, t_pow2: bool) -> Bound:  # fmt: skip
+    """Return the launch that takes x [M, K] and fills q, its scales per 1x128, the transpose, and its scales.
 
-    `align` divides half of K and half of the stride of x.
+    `wide` is the row stride of q, `words` that of the transpose in words of four bytes. Scales are contiguous along rows.
     """
-    m, k = x.shape
-    pairs, out = x.view(torch.int32), torch.as_strided(q, (m, q.stride(0)), (q.stride(0), 1)).view(torch.int16)
-    _grouped[(cdiv(m, _TILE) * cdiv(k, _TILE),)](
-        pairs, out, scale, words, t_scale, m, k // 2, x.stride(0) // 2, q.stride(0) // 2, words.shape[1],
-        *scale.stride(), *t_scale.stride(), _TILE, align, x.dtype == torch.float16, pow2, t_pow2, INTERPRETED, **_LAUNCH,
+    align = max(alignment(k, stride) // 2, 1)
+    return bind(
+        _grouped, (cdiv(m, _TILE) * cdiv(k, _TILE),), m, k // 2, stride // 2, wide // 2, words, 1, m, 1, k,
+        _TILE, align, dtype == torch.float16, pow2, t_pow2, INTERPRETED, views={0: torch.int32, 1: torch.int16, 3: torch.int32}, **_LAUNCH,
     )  # fmt: skip

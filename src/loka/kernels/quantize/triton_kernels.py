@@ -16,7 +16,6 @@ copy, and their padding is written too, so that stores are whole vectors. Loads 
 that divides the width.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,11 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.quantize.triton_grouped_kernels import quantize_grouped
 from loka.kernels.quantize.triton_maxima_kernels import load_rows, magnitude_of, prepared
-from loka.kernels.quantize.triton_pairs_kernels import are_pairs
-from loka.kernels.strides import cdiv, empty_rows, empty_words, next_power_of_2, unit_rows
+from loka.kernels.strides import Maker, alignment, cdiv, empty_rows, empty_words, maker, next_power_of_2, unit_rows
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, pack_rows, pack_rows_checked, scale_of, to_fp8
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 GROUP = 128
@@ -271,20 +269,12 @@ def block_scales(rows: int, columns: int, source: int, device: torch.device) -> 
     return torch.empty(cdiv(rows, GROUP), wide, device=device, dtype=torch.float32)
 
 
-def _strides(scale: Tensor | None) -> tuple[int, int]:
-    return (scale.stride(0), scale.stride(1)) if scale is not None and scale.dim() == 2 else (0, 0)
-
-
-def _fp8(e5m2: bool) -> torch.dtype:
-    return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
-
-
-def alignment(*operands: Tensor | None) -> int:
-    """Return the power of two, at most 16, that divides the width and row stride of every operand.
-
-    Without it the compiler moves one element at a time if the width is not a multiple of 16, at a fifth of the speed.
-    """
-    return math.gcd(16, *(n for x in operands if x is not None for n in (x.shape[1], x.stride(0))))
+def scales_maker(rows: int, columns: int, source: int, device: torch.device) -> Maker:
+    """Return a maker of what `block_scales` returns."""
+    wide = cdiv(columns, GROUP)
+    if source == GROUPED:
+        return maker((rows, wide), torch.float32, device, (1, max(rows, 1)))
+    return maker((cdiv(rows, GROUP), wide), torch.float32, device)
 
 
 class Output(NamedTuple):
@@ -292,83 +282,65 @@ class Output(NamedTuple):
 
     Args:
         source: granularity of its scales: SCALAR, VECTOR, GROUPED, SQUARE or PARTS.
-        scale: the scales, given (SCALAR, VECTOR) or filled by the kernel.
         e5m2: the format is E5M2 instead of E4M3.
         pow2: scales are powers of two.
         stochastic: rounded stochastically.
     """
 
     source: int
-    scale: Tensor | None
     e5m2: bool
     pow2: bool
     stochastic: bool
 
+    def strides(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the strides of the scales of a [rows, columns] output, if they are per block."""
+        return (1, rows) if self.source == GROUPED else (cdiv(columns, GROUP), 1) if self.source == SQUARE else (0, 0)
 
-_UNWANTED = Output(NOTHING, None, False, False, False)
+
+UNWANTED = Output(NOTHING, False, False, False)
 
 
-def quantize_rows(x: Tensor, *, e5m2: bool, pow2: bool, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
-    """Quantize with per-row scales; x [M, K] has unit stride along K."""
-    m, k = x.shape
-    q = aligned(m, k, _fp8(e5m2), x.device)
-    scale = torch.empty(m, 1, device=x.device, dtype=torch.float32)
-    if m == 0 or k == 0:
-        return q, scale.fill_(1.0)
+def bind_rows(m: int, k: int, stride: int, wide: int, out: Output, seed: int) -> Bound:
+    """Return the launch that takes x [M, K] and fills q, whose rows are `wide`, and its dynamic scales per row."""
     whole = k <= WIDEST_ROW
     block = next_power_of_2(k) if whole else 4096
     rows = max(1, min(32, 4096 // block)) if whole else 1
-    _rows[(cdiv(m, rows),)](
-        x, q, scale, m, k, x.stride(0), q.stride(0), seed,
-        rows, block, whole, alignment(x), e5m2, pow2, stochastic, INTERPRETED, num_warps=4 if block * rows <= 4096 else 8,
+    return bind(
+        _rows, (cdiv(m, rows),), m, k, stride, wide, seed, rows, block, whole, alignment(k, stride), *out[1:], INTERPRETED,
+        num_warps=4 if block * rows <= 4096 else 8,
     )  # fmt: skip
-    return q, scale
 
 
-def quantize_tiles(x: Tensor, out: Output, parts: Tensor | None, seed: int) -> Tensor:
-    """Quantize x [M, K] by tiles. `parts` are the maxima of the parts of x, if the source is PARTS."""
-    m, k = x.shape
-    wide = cdiv(k, GROUP)
-    q = aligned(m, k, _fp8(out.e5m2), x.device)
-    count, read = _count(parts)
-    if m and k:
-        bm = GROUP if out.source == SQUARE else 32  # shallow tiles keep more loads in flight
-        _tiles[(cdiv(m, bm) * wide,)](
-            x, q, out.scale, parts, m, k, x.stride(0), q.stride(0), *_strides(out.scale), count, seed,
-            bm, GROUP, alignment(x), read, out.source, *out[2:], INTERPRETED, num_warps=4 if bm == 32 else 8,
-        )  # fmt: skip
-    return q
+def bind_tiles(m: int, k: int, stride: int, wide: int, out: Output, parts: int, seed: int) -> Bound:
+    """Return the launch that takes x [M, K] and fills q; it also takes scales, and the maxima of parts of x (PARTS)."""
+    bm = GROUP if out.source == SQUARE else 32  # shallow tiles keep more loads in flight
+    return bind(
+        _tiles, (cdiv(m, bm) * cdiv(k, GROUP),), m, k, stride, wide, *out.strides(m, k), parts, seed,
+        bm, GROUP, alignment(k, stride), _read(parts), *out, INTERPRETED, num_warps=4 if bm == 32 else 8,
+    )  # fmt: skip
 
 
-def quantize_both(
-    x: Tensor, out: Output | None, transposed: Output, parts: Tensor | None, seed: int, *, backwards: bool
-) -> tuple[Tensor | None, Tensor]:
-    """Return q [M, K], None if `out` is, and the transpose qt [K, M], from one read of x.
+def bind_both(
+    m: int, k: int, stride: int, wide: int, words: int, out: Output, transposed: Output, parts: int, seed: int, *, backwards: bool
+) -> Bound:  # fmt: skip
+    """Return the launch that takes x [M, K] and fills q, unless it is UNWANTED, and the transpose from one read of x.
 
+    It takes x, q, its scales, the transpose (`words` of four bytes wide), its scales, and the maxima of parts of x.
     `backwards` goes from the last tile to the first, for an x that was just read: its end is still in L2.
     """
-    m, k = x.shape
-    q = None if out is None else aligned(m, k, _fp8(out.e5m2), x.device)
-    out = out or _UNWANTED
-    qt, words = empty_words(k, m, _fp8(transposed.e5m2), x.device)
-    plain = not (out.e5m2 or out.stochastic or transposed.e5m2 or transposed.stochastic)
-    if m and k and plain and out.source == transposed.source == GROUPED and are_pairs(x):
-        quantize_grouped(x, max(alignment(x) // 2, 1), q, out.scale, words, transposed.scale, out.pow2, transposed.pow2)
-    elif m and k:
-        count, read = _count(parts)
-        strides = [s for pair in zip(_strides(out.scale), _strides(transposed.scale), strict=True) for s in pair]
-        align = alignment(x)
-        launch = _BOTH_LAUNCH if align >= 8 else _BOTH_LAUNCH_UNALIGNED
-        _both[(cdiv(m, GROUP) * cdiv(k, GROUP),)](
-            x, q, out.scale, words, transposed.scale, parts, m, k, x.stride(0), 0 if q is None else q.stride(0), words.shape[1], *strides, count, seed,
-            GROUP, GROUP, align, read, backwards, out.source, transposed.source, *out[2:], *transposed[2:], INTERPRETED, **launch,
-        )  # fmt: skip
-    return q, qt
+    (s_stride, s_stride_k), (st_stride, st_stride_k) = out.strides(m, k), transposed.strides(k, m)
+    align = alignment(k, stride)
+    return bind(
+        _both, (cdiv(m, GROUP) * cdiv(k, GROUP),),
+        m, k, stride, wide if out.source != NOTHING else 0, words, s_stride, st_stride, s_stride_k, st_stride_k, parts, seed,
+        GROUP, GROUP, align, _read(parts), backwards, out.source, transposed.source, *out[1:], *transposed[1:], INTERPRETED,
+        views={3: torch.int32}, **(_BOTH_LAUNCH if align >= 8 else _BOTH_LAUNCH_UNALIGNED),
+    )  # fmt: skip
 
 
-def _count(parts: Tensor | None) -> tuple[int, int]:
-    """Return the number of maxima, and how many a program reads: mostly the same power of two, to compile it once."""
-    return (0, 0) if parts is None else (parts.numel(), max(512, next_power_of_2(parts.numel())))
+def _read(parts: int) -> int:
+    """Return how many of the maxima a program reads: mostly the same power of two, to compile it once."""
+    return max(512, next_power_of_2(parts)) if parts else 0
 
 
 def transpose(x: Tensor) -> Tensor:
@@ -379,6 +351,6 @@ def transpose(x: Tensor) -> Tensor:
     if m and k:
         _turn[(cdiv(m, GROUP) * cdiv(k, GROUP),)](
             x.view(torch.uint8), words, m, k, x.stride(0), words.shape[1],
-            GROUP, GROUP, alignment(x), num_warps=4,
+            GROUP, GROUP, alignment(k, x.stride(0)), num_warps=4,
         )  # fmt: skip
     return x_t

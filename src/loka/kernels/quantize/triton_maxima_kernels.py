@@ -10,17 +10,18 @@ Programs sweep over x together, from its beginning to its end, and each keeps th
 every run. Kernels that quantize afterwards go from the end of x to its beginning: L2 still holds what was read last.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.quantize.triton_pairs_kernels import are_pairs, larger, largest, load_pairs
+from loka.kernels.quantize.triton_pairs_kernels import larger, largest, load_pairs
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import cdiv
+from loka.kernels.strides import Maker, alignment, cdiv, maker
 from loka.kernels.tile import INTERPRETED, finite_magnitude, nan_for_inf, scale_of
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 ROWS, COLUMNS, WARPS = 64, 128, 4  # of a chunk, and of a program
@@ -140,59 +141,54 @@ def _scales(row_ptr, s_ptr, column_ptr, st_ptr, row_parts, M, column_parts, K, P
         _reduce(column_ptr, st_ptr, column_parts, K, index - above * BLOCK, PARTS, BLOCK, T_E5M2, T_POW2)
 
 
-@dataclass(frozen=True)
-class Maxima:
-    """Maxima of parts of x; None for what was not asked for, and of an empty x.
+class Maxima(NamedTuple):
+    """Makers of the maxima of parts of x, None for what was not asked for, and the launch that fills them.
 
     Args:
         row: float32 [parts, M].
         column: float32 [parts, K].
         tensor: float32 [parts].
+        sizes: how many parts each has.
+        launch: takes x and the three.
     """
 
-    row: Tensor | None = None
-    column: Tensor | None = None
-    tensor: Tensor | None = None
+    row: Maker | None
+    column: Maker | None
+    tensor: Maker | None
+    sizes: tuple[int, int, int]
+    launch: Bound
 
 
-def find_maxima(x: Tensor, align: int, *, row: bool, column: bool, tensor: bool) -> Maxima:
-    """Return maxima of x [M, K], which has unit stride along K and whose sizes `align` divides."""
-    m, k = x.shape
-    if not (m and k and (row or column or tensor)):
-        return Maxima()
+def bind_maxima(m: int, k: int, stride: int, dtype: torch.dtype, device: torch.device, *, pairs: bool, row: bool, column: bool, tensor: bool) -> Maxima:  # fmt: skip
+    """Return how maxima of x [M, K] are found. `pairs`: its columns can be read in pairs (`are_pairs`)."""
     wide, chunks = cdiv(k, COLUMNS), cdiv(m, ROWS)
-    sharers = min(chunks, max(1, processors(x.device) * RESIDENT // wide))  # no second wave of few programs
+    sharers = min(chunks, max(1, processors(device) * RESIDENT // wide))  # no second wave of few programs
+    grid, align = (sharers * wide,), alignment(k, stride)
 
-    def empty(wanted: bool, *shape: int) -> Tensor | None:
-        return torch.empty(shape, device=x.device, dtype=torch.float32) if wanted else None
+    def made(wanted: bool, *size: int) -> Maker | None:
+        return maker(size, torch.float32, device) if wanted else None
 
-    found = Maxima(empty(row, wide, m), empty(column, sharers, k), empty(tensor, sharers * wide))
-    outputs = found.row, found.column, found.tensor
-    if are_pairs(x):
-        _maxima_of_pairs[(sharers * wide,)](
-            x.view(torch.int32), *outputs, m, k // 2, x.stride(0) // 2, sharers,
-            ROWS, COLUMNS // 2, max(align // 2, 1), row, column, tensor, x.dtype == torch.float16, num_warps=WARPS,
+    if pairs:
+        launch = bind(
+            _maxima_of_pairs, grid, m, k // 2, stride // 2, sharers, ROWS, COLUMNS // 2, max(align // 2, 1), row, column, tensor, dtype == torch.float16,
+            views={0: torch.int32}, num_warps=WARPS,
         )  # fmt: skip
     else:
-        _maxima[(sharers * wide,)](
-            x, *outputs, m, k, x.stride(0), sharers, ROWS, COLUMNS, align, row, column, tensor, not INTERPRETED, num_warps=WARPS,
-        )  # fmt: skip
-    return found
+        launch = bind(_maxima, grid, m, k, stride, sharers, ROWS, COLUMNS, align, row, column, tensor, not INTERPRETED, num_warps=WARPS)  # fmt: skip
+    found = made(row, wide, m), made(column, sharers, k), made(tensor, sharers * wide)
+    return Maxima(*found, (wide, sharers, sharers * wide), launch)
 
 
-def vector_scales(maxima: Maxima, options: tuple[bool, bool], t_options: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the scales of rows [M] and columns [K] where there are maxima, in one launch. Options are (e5m2, pow2)."""
-    (scale, parts, m), (t_scale, t_parts, k) = (_make_scales(part) for part in (maxima.row, maxima.column))
-    if m or k:
-        _scales[(cdiv(m, BLOCK) + cdiv(k, BLOCK),)](
-            maxima.row, scale, maxima.column, t_scale, parts, m, t_parts, k, PARTS, BLOCK, *options, *t_options
-        )
-    return scale, t_scale
+def bind_scales(m: int, k: int, maxima: Maxima, options: tuple[bool, bool], t_options: tuple[bool, bool]) -> Bound | None:  # fmt: skip
+    """Return the launch that makes the scales of rows [M] and columns [K] of which there are maxima.
 
-
-def _make_scales(part: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Return uninitialized scales for maxima [parts, count], and both sizes."""
-    return (None, 0, 0) if part is None else (part.new_empty(part.shape[1]), *part.shape)
+    It takes the maxima of rows, their scales, the maxima of columns, and their scales. Options are (e5m2, pow2).
+    """
+    parts, m = (0, 0) if maxima.row is None else (maxima.sizes[0], m)
+    t_parts, k = (0, 0) if maxima.column is None else (maxima.sizes[1], k)
+    if not (m or k):
+        return None
+    return bind(_scales, (cdiv(m, BLOCK) + cdiv(k, BLOCK),), parts, m, t_parts, k, PARTS, BLOCK, *options, *t_options)
 
 
 def total_scale(maxima: Tensor, e5m2: bool, pow2: bool) -> Tensor:

@@ -3,9 +3,9 @@
 The maximum of magnitudes is one instruction for two elements. Words are taken apart only where elements are scaled.
 """
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from loka.kernels.tile import INTERPRETED, finite_magnitude
 
@@ -94,6 +94,6 @@ def largest(words, AXIS: tl.constexpr, HALF: tl.constexpr):
         return finite_magnitude(low), finite_magnitude(high)
 
 
-def are_pairs(x: Tensor) -> bool:
-    """Return True if the columns of x [M, K] can be read in pairs."""
-    return x.element_size() == 2 and x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
+def are_pairs(k: int, stride: int, dtype: torch.dtype, *, near: bool) -> bool:
+    """Return True if the columns of a matrix [M, K] can be read in pairs. `near`: it starts at a multiple of 4 bytes."""
+    return near and dtype.itemsize == 2 and k % 2 == 0 and stride % 2 == 0

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from loka.kernels.strides import cdiv
 from loka.kernels.tile import tile_order
-from loka.kernels.triton_launcher import describe, quick
+from loka.kernels.triton_compiled import describe
+from loka.kernels.triton_launcher import quick
 
 SCALAR, VECTOR, GROUPED, SQUARE = 1, 2, 3, 4
 _SCALAR = tl.constexpr(1)
