@@ -238,7 +238,9 @@ def test_the_op_describes_itself_truthfully_to_triton(device: torch.device) -> N
     for amax, bias in ((torch.zeros((), device=device), True), (None, False)):
         tensors = g.data, w_t.data, g.scale, w_t.scale, z.data, z.scale, scale, amax
         arguments = (*tensors, 4, 2, 0.01, torch.float8_e4m3fn, bias, None)
-        torch.library.opcheck(triton_ops.fused_linear_dgrad, (*arguments, None, 0.0, 0, 0), test_utils="test_faketensor")
+        torch.library.opcheck(
+            triton_ops.fused_linear_dgrad, (*arguments, None, 0.0, 0, 0), test_utils="test_faketensor"
+        )
     drawn = torch.tensor([3], device=device), 0.2, 1, 1
     torch.library.opcheck(triton_ops.fused_linear_dgrad, (*arguments, *drawn), test_utils="test_faketensor")
 

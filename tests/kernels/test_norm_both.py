@@ -290,7 +290,9 @@ def test_the_ops_keep_their_word_triton(device: torch.device) -> None:
     torch.library.opcheck(ops.norm_quantize_both, (*operands, *drawn), test_utils=checks)
     _, _, _, mean, rstd = ops.norm_quantize_both(*operands, *nothing)
     kept = (p.dy, p.x, None, p.weight, p.bias, mean, rstd)
-    torch.library.opcheck(ops.norm_gradient_both, (*kept, p.scale, None, 0, 2, torch.float8_e5m2, *nothing), test_utils=checks)
+    torch.library.opcheck(
+        ops.norm_gradient_both, (*kept, p.scale, None, 0, 2, torch.float8_e5m2, *nothing), test_utils=checks
+    )
     torch.library.opcheck(ops.norm_gradient, (*kept, None, amax, 0, 2, *nothing), test_utils=checks)
     alone = (p.x, None, None, p.weight, p.bias, None, amax, 0, 2, 1e-5, torch.float8_e4m3fn, 0, False, torch.bfloat16)
     torch.library.opcheck(ops.norm_quantize, (*alone, *nothing, None), test_utils=checks)

@@ -118,13 +118,6 @@ def taken_apart(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
     return (None, 0.0, 0) if dropout is None else (dropout.seed, dropout.p, dropout.stream)
 
 
-def draw_from(seed: Tensor | None, p: float, stream: int) -> Dropout | None:
-    """Return the Dropout of a torch op's arguments: the inverse of `taken_apart`."""
-    return None if seed is None else Dropout(p, seed, stream)
-
-
-def draw_arguments(dropout: Dropout | None) -> tuple[Tensor | None, int, float, int]:
-    """Return (seed, threshold, factor, stream), as a Triton kernel takes them."""
-    if dropout is None:
-        return None, 0, 1.0, 0
-    return dropout.seed, threshold_of(dropout.p), factor_of(dropout.p), dropout.stream
+def draw_numbers(p: float, stream: int, *, draw: bool) -> tuple[int, float, int]:
+    """Return (threshold, factor, stream), as a Triton kernel takes them after the seed. `draw`: there is a seed."""
+    return (threshold_of(p), factor_of(p), stream) if draw else (0, 1.0, 0)

@@ -163,10 +163,28 @@ def _shorten(kernel: Any, launcher: Any) -> tuple[Any, tuple[Any, ...], bool]:
     call = _source_of(type(launcher))
     if getattr(launcher, "global_scratch_size", 1) == 0 and getattr(launcher, "profile_scratch_size", 1) == 0:
         if _CALL_3_7 in call:
-            how = launcher.launch_cooperative_grid, launcher.launch_pdl, kernel.packed_metadata, None, None, None, None, None
+            how = (
+                launcher.launch_cooperative_grid,
+                launcher.launch_pdl,
+                kernel.packed_metadata,
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
             return launcher.launch, (kernel.function, *how, launcher.arg_annotations, launcher.kernel_signature), False
         if _CALL_3_6 in call:
-            how = launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, kernel.packed_metadata, None, None, None
+            how = (
+                launcher.launch_cooperative_grid,
+                launcher.launch_pdl,
+                None,
+                None,
+                kernel.packed_metadata,
+                None,
+                None,
+                None,
+            )
             return launcher.launch, (kernel.function, *how), True
     return launcher, (kernel.function, kernel.packed_metadata, None, None, None), True
 

@@ -7,18 +7,21 @@ result quantized both ways with one scale from earlier steps, so that no 16-bit 
 layers. It also collects the amax of g_previous for the next scale, and column sums for the bias.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.dropout import Dropout, draw_arguments
+from loka.kernels.dropout import draw_numbers
 from loka.kernels.fused_linear.launch import Work, properties_of
 from loka.kernels.fused_linear.triton_gradient_kernels import DROP_DRAWN, slope_of
 from loka.kernels.fused_linear.triton_kernels import (
     accumulate,
     aligned,
-    astride,
+    aligned_maker,
     halves,
     late,
     launch_for,
@@ -26,9 +29,9 @@ from loka.kernels.fused_linear.triton_kernels import (
     raise_amax,
 )
 from loka.kernels.scaled_mm.triton_kernels import tma_ready
-from loka.kernels.strides import cdiv
+from loka.kernels.strides import Maker, cdiv, maker
 from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
-from loka.kernels.triton_compiled import describe
+from loka.kernels.triton_bound import PLANS, Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _SCALAR = tl.constexpr(1)
@@ -128,41 +131,49 @@ def _tma_rows(x: Tensor) -> Tensor:
     return aligned(*x.shape, x.dtype, x.device).copy_(x)
 
 
-def dgrad(
-    g: Tensor,
-    w_t: Tensor,
-    sg: Tensor,
-    sw: Tensor,
-    z: Tensor | None,
-    z_scale: Tensor | None,
-    scale: Tensor,
-    amax: Tensor | None,
-    *,
-    activation: int,
-    kept: int,
-    slope: float,
-    dtype: torch.dtype,
-    bias: bool,
-    dropout: Dropout | None = None,
-    drop: int = 0,
-    launch: list[int] | None = None,
-) -> dict[str, Tensor | None]:
-    """Launch the kernel. Rows of g and w_t start at multiples of 16 bytes (TMA)."""
-    (m, k), n, device = g.shape, w_t.shape[0], g.device
-    g, w_t = tma_ready(g), tma_ready(w_t)
-    z_bytes = 0 if z is None else z.element_size()
-    work = Work(m, k, n, 1, z_bytes, True, whole=True, astride=astride(g, w_t), sums=bias)
-    bm, bn, bk, warps, stages, group, resident, _ = launch_for(work, launch, device).numbers
-    q, q_t = aligned(m, n, dtype, device), aligned(n, m, dtype, device)
-    z = None if z is None else _tma_rows(z)
-    sums = torch.zeros(n, dtype=torch.float32, device=device) if bias else None
+class _Plan(NamedTuple):
+    """Makers of the results, None for the absent ones, and the launch."""
+
+    q: Maker
+    q_t: Maker
+    sums: Maker | None
+    launch: Bound
+
+
+@lru_cache(maxsize=PLANS)
+def _plan(
+    m: int, k: int, n: int, astride: bool, device: torch.device, z_stride: int, z_bytes: int, amax: bool, activation: int, kept: int, slope: float,
+    dtype: torch.dtype, bias: bool, given: tuple[int, ...] | None, draw: bool, p: float, stream: int, drop: int,
+) -> _Plan:  # fmt: skip
+    """`astride`: rows of an operand start within 32-byte sectors. `z_bytes`: per element of z, 0 without z."""
+    work = Work(m, k, n, 1, z_bytes, True, whole=True, astride=astride, sums=bias)
+    bm, bn, bk, warps, stages, group, resident, _ = launch_for(work, given, device).numbers
     programs = min(properties_of(device).processors * resident, cdiv(m, bm) * cdiv(n, bn))
-    _dgrad[(programs,)](
-        describe(g, [bm, bk]), describe(w_t, [bn, bk]),
-        None if z is None else describe(z, [bm, bn]),
-        describe(q, [bm, bn // 2]), describe(q_t, [bn // 2, bm]),
-        z, sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, *draw_arguments(dropout), m, n, k, 0 if z is None else z.stride(0) * z_bytes,
-        bm, bn, bk, group, activation, kept, z_bytes, slope, dtype == torch.float8_e5m2, amax is not None, bias, drop, INTERPRETED,
-        num_warps=warps, num_stages=stages,
+    launch = bind(
+        _dgrad, (programs,), *draw_numbers(p, stream, draw=draw), m, n, k, z_stride * z_bytes,
+        bm, bn, bk, group, activation, kept, z_bytes, slope, dtype == torch.float8_e5m2, amax, bias, drop, INTERPRETED, num_warps=warps, num_stages=stages,
+        blocks={0: [bm, bk], 1: [bn, bk], 2: [bm, bn], 3: [bm, bn // 2], 4: [bn // 2, bm]}, views={10: torch.int32},
     )  # fmt: skip
-    return {"g": q, "g_t": q_t, "bias": sums}
+    sums = maker((n,), torch.float32, device) if bias else None
+    return _Plan(aligned_maker(m, n, dtype, device), aligned_maker(n, m, dtype, device), sums, launch)
+
+
+def fused_linear_dgrad(
+    g: Tensor, w_t: Tensor, sg: Tensor, sw: Tensor, z: Tensor | None, z_scale: Tensor | None, scale: Tensor, amax: Tensor | None,
+    activation: int, kept: int, slope: float, dtype: torch.dtype, bias: bool, launch: list[int] | None,
+    seed: Tensor | None, p: float, stream: int, drop: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return g, g_t and the bias gradient of the previous layer; `amax` is raised in place.
+
+    Rows of g and w_t start at multiples of 16 bytes (TMA).
+    """
+    g, w_t = tma_ready(g), tma_ready(w_t)
+    z = None if z is None else _tma_rows(z)
+    plan = _plan(
+        *g.shape, w_t.shape[0], (g.stride(0) | w_t.stride(0)) & 31 != 0, g.device, 0 if z is None else z.stride(0), 0 if z is None else z.element_size(),
+        amax is not None, activation, kept, slope, dtype, bias, None if launch is None else tuple(launch), seed is not None, p, stream, drop,
+    )  # fmt: skip
+    q, q_t = plan.q(), plan.q_t()
+    sums = None if plan.sums is None else plan.sums().zero_()
+    plan.launch(g, w_t, z, q, q_t, z, sg, sw, z_scale, scale, amax, sums, seed)
+    return q, q_t, sums

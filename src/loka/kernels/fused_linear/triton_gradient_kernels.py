@@ -4,18 +4,21 @@ One kernel reads dy and what forward kept once, and writes g for dgrad and g^T f
 operands to be contiguous along the contracted axis. A dynamic scale of the whole tensor takes another pass before it.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.dropout import Dropout, draw_arguments
+from loka.kernels.dropout import draw_numbers
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
-from loka.kernels.fused_linear.triton_kernels import aligned, row_step
-from loka.kernels.quantize.triton_kernels import block_scales
-from loka.kernels.quantize.triton_maxima_kernels import total_scale
+from loka.kernels.fused_linear.triton_kernels import aligned_maker, row_step
+from loka.kernels.quantize.triton_kernels import scales_maker
+from loka.kernels.quantize.triton_maxima_kernels import bind_total
 from loka.kernels.scaled_mm.triton_kernels import GROUPED
-from loka.kernels.strides import cdiv, empty_words
+from loka.kernels.strides import Maker, cdiv, maker
 from loka.kernels.tile import (
     INTERPRETED,
     activation_slope,
@@ -31,6 +34,7 @@ from loka.kernels.tile import (
     slope_from_output,
     to_fp8,
 )
+from loka.kernels.triton_bound import PLANS, Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
@@ -188,57 +192,75 @@ def _tile_width(n: int, norm: bool, grouped: bool) -> int:
     return NORM_BLOCK if norm and n > 128 else 128
 
 
-def gradient(
-    dy: Tensor,
-    z: Tensor | None,
-    z_scale: Tensor | None,
-    rstd: Tensor | None,
-    scale: Tensor | None,
-    *,
-    norm: bool,
-    activation: int,
-    kept: int,
-    slope: float,
-    bias: bool,
-    grouped: bool,
-    dtype: torch.dtype,
-    t_dtype: torch.dtype,
-    pow2: bool,
-    t_pow2: bool,
-    dropout: Dropout | None = None,
-    drop: int = 0,
-) -> dict[str, Tensor | None]:
-    """Launch the backward kernel.
+class _Plan(NamedTuple):
+    """Makers of the results, None for the absent ones, and the launches.
 
-    Both outputs share one `scale`, given or found by a first pass, or each has 1x128 scales made in the tile
-    (`grouped`).
+    A dynamic scale of the whole tensor takes two more launches: maxima of tiles (`partial`), and the scale of them.
     """
-    m, n = dy.shape
-    new = {"device": dy.device}
-    stride_z = 0 if z is None else z.stride(0)
+
+    g: Maker
+    g_scale: Maker | None
+    g_t: Maker
+    gt_scale: Maker | None
+    sums: Maker | None
+    number: Maker
+    partial: Maker | None
+    find: Bound
+    reduce: Bound
+    launch: Bound
+
+
+@lru_cache(maxsize=PLANS)
+def _plan(
+    shape: tuple[int, int], stride: int, device: torch.device, z_stride: int, given: bool, norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool,
+    dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool, draw: bool, p: float, stream: int, drop: int,
+) -> _Plan:  # fmt: skip
+    m, n = shape
     bn = _tile_width(n, norm, grouped)
     bm = 128 if grouped else _ROWS
     tiles = (cdiv(m, bm), cdiv(n, bn))
-    draw = draw_arguments(dropout)
-    if scale is None and not grouped:  # reads dy and z once more: 8 % of the layer's backward at 8192 x 2048 x 2048
-        partial = torch.empty(tiles[0] * tiles[1], dtype=torch.float32, **new)
-        _gradient_amax[tiles](
-            dy, z, z_scale, rstd, partial, *draw, m, n, dy.stride(0), stride_z, bm, bn, norm, activation, kept, slope, drop, INTERPRETED, num_warps=8
-        )  # fmt: skip
-        scale = total_scale(partial, dtype == torch.float8_e5m2, pow2)
-    g = aligned(m, n, dtype, dy.device)
-    g_t, words = empty_words(n, m, t_dtype, dy.device, step=row_step(m, t_dtype))
-    g_scale = block_scales(m, n, GROUPED, dy.device) if grouped else None
-    gt_scale = block_scales(n, m, GROUPED, dy.device) if grouped else None
-    sums = torch.zeros(n, dtype=torch.float32, **new) if bias else None
-    amax = torch.zeros((), dtype=torch.float32, **new)
-    _gradient[tiles](
-        dy, z, z_scale, rstd, scale, g, g_scale, words, gt_scale,
-        sums, amax.view(torch.int32), *draw, m, n, dy.stride(0), stride_z, g.stride(0), words.shape[1], m, n,
-        bm, bn, norm, activation, kept, slope, bias, bn // 128 if grouped else 0,
-        dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, drop, INTERPRETED,
-        **(_LAUNCH_GROUPED if grouped else _LAUNCH),
+    wide, words = (cdiv(size, row_step(size, kind)) * row_step(size, kind) for size, kind in ((n, dtype), (m, t_dtype)))
+    numbers, e5m2 = draw_numbers(p, stream, draw=draw), dtype == torch.float8_e5m2
+    new = {"dtype": torch.float32, "device": device}
+    return _Plan(
+        g=aligned_maker(m, n, dtype, device),
+        g_scale=scales_maker(m, n, GROUPED, device) if grouped else None,
+        g_t=aligned_maker(n, m, t_dtype, device),
+        gt_scale=scales_maker(n, m, GROUPED, device) if grouped else None,
+        sums=maker((n,), **new) if bias else None,
+        number=maker((), **new),
+        partial=None if given or grouped else maker((tiles[0] * tiles[1],), **new),
+        find=bind(_gradient_amax, tiles, *numbers, m, n, stride, z_stride, bm, bn, norm, activation, kept, slope, drop, INTERPRETED, num_warps=8),
+        reduce=bind_total(tiles[0] * tiles[1], e5m2, pow2),
+        launch=bind(
+            _gradient, tiles, *numbers, m, n, stride, z_stride, wide, words // 4, m, n, bm, bn, norm, activation, kept, slope, bias, bn // 128 if grouped else 0,
+            e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, drop, INTERPRETED, views={7: torch.int32, 10: torch.int32}, **(_LAUNCH_GROUPED if grouped else _LAUNCH),
+        ),
     )  # fmt: skip
-    if not grouped:
-        g_scale = gt_scale = scale
-    return {"g": g, "g_scale": g_scale, "g_t": g_t, "gt_scale": gt_scale, "bias": sums, "amax": amax}
+
+
+def fused_linear_gradient(
+    dy: Tensor, z: Tensor | None, z_scale: Tensor | None, rstd: Tensor | None, scale: Tensor | None,
+    norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool, dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
+    seed: Tensor | None, p: float, stream: int, drop: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return g, g_scale, g_t, gt_scale, bias, amax.
+
+    Both outputs share one `scale`, given or found by a first pass, or each has 1x128 scales made in the tile
+    (`grouped`). An op's outputs may alias nothing, so a given scale is not returned, and a shared one only as g_scale.
+    """
+    plan = _plan(
+        dy.shape, dy.stride(0), dy.device, 0 if z is None else z.stride(0), scale is not None,
+        norm, activation, kept, slope, bias, grouped, dtype, t_dtype, pow2, t_pow2, seed is not None, p, stream, drop,
+    )  # fmt: skip
+    made = plan.g_scale and plan.g_scale()
+    if plan.partial is not None:  # reads dy and z once more: 8 % of the layer's backward at 8192 x 2048 x 2048
+        partial, made = plan.partial(), plan.number()
+        plan.find(dy, z, z_scale, rstd, partial, seed)
+        plan.reduce(partial, made, None, None)
+        scale = made
+    g, g_t, gt_scale = plan.g(), plan.g_t(), plan.gt_scale and plan.gt_scale()
+    sums = None if plan.sums is None else plan.sums().zero_()
+    amax = plan.number().zero_()
+    plan.launch(dy, z, z_scale, rstd, scale, g, made if grouped else None, g_t, gt_scale, sums, amax, seed)
+    return g, made, g_t, gt_scale, sums, amax

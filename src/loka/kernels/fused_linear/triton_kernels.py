@@ -11,22 +11,15 @@ Tiles that do not fill the GPU are split along K (`launch.split`): partial sums 
 adds them and runs the same epilogue.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.activation import ACTIVATIONS
-from loka.kernels.dropout import Dropout, draw_arguments
-from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
-from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, special_cost, stored_width
-from loka.kernels.quantize.triton_kernels import block_scales
-from loka.kernels.scaled_mm.triton_kernels import GROUPED, scale_strides, tma_ready
-from loka.kernels.strides import cdiv, empty_rows
+from loka.kernels.fused_linear.call import NORM_EPS, NORMALIZED_SCALE
+from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank
+from loka.kernels.strides import Maker, empty_rows, rows_maker
 from loka.kernels.tile import (
-    INTERPRETED,
     activate,
     drawn,
     finite_magnitude,
@@ -36,7 +29,6 @@ from loka.kernels.tile import (
     tile_order,
     to_fp8,
 )
-from loka.kernels.triton_compiled import describe
 from loka.kernels.triton_launcher import quick
 
 _SCALAR = tl.constexpr(1)
@@ -305,25 +297,13 @@ def row_step(columns: int, dtype: torch.dtype) -> int:
     return (128 if columns * dtype.itemsize >= 1024 else 32) // dtype.itemsize
 
 
-_TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+def aligned_maker(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Maker:
+    """Return a maker of what `aligned` returns."""
+    return rows_maker(rows, columns, row_step(columns, dtype), dtype, device)
 
 
-def _descriptor(x: Tensor | None, block: list[int]):
-    return None if x is None else describe(x, block)
-
-
-def astride(a: Tensor, b: Tensor) -> bool:
-    """Return True if rows of an operand start within 32-byte sectors."""
-    return a.stride(0) % 32 != 0 or b.stride(0) % 32 != 0
-
-
-def launch_for(work: Work, given: list[int] | None, device: torch.device) -> Launch:
+def launch_for(work: Work, given: tuple[int, ...] | None, device: torch.device) -> Launch:
     """Return the caller's launch, or the best by the model. Raises ValueError if it cannot run the work."""
-    return _cached_launch(work, None if given is None else tuple(given), device)
-
-
-@lru_cache(maxsize=4096)
-def _cached_launch(work: Work, given: tuple[int, ...] | None, device: torch.device) -> Launch:
     properties = properties_of(device)
     if given is None:
         ranked = rank(work, properties)
@@ -335,65 +315,3 @@ def _cached_launch(work: Work, given: tuple[int, ...] | None, device: torch.devi
     if wrong:
         raise ValueError(f"launch {launch} cannot run this call: {'; '.join(wrong)}")
     return launch
-
-
-def fused(
-    a: Tensor,
-    b: Tensor,
-    sa: Tensor,
-    sb: Tensor,
-    bias: Tensor | None,
-    out_scale: Tensor | None,
-    *,
-    a_source: int,
-    b_source: int,
-    norm: bool,
-    activation: int,
-    out: int,
-    out_dtype: torch.dtype,
-    pow2: bool,
-    keep: int,
-    transpose: bool,
-    amax: Tensor | None = None,
-    slope: float = 0.01,
-    dropout: Dropout | None = None,
-    launch: list[int] | None = None,
-) -> dict[str, Tensor | None]:
-    """Launch the fused layer: one kernel, a second one for split tiles. Rows of a and b are 16-byte aligned (TMA)."""
-    (m, k), n, device = a.shape, b.shape[0], a.device
-    grouped = out == OUT_GROUPED
-    doubled = a_source == GROUPED or b_source >= GROUPED
-    kept_bytes = KEEP_TYPES[keep].itemsize if keep else 0
-    a, b = tma_ready(a), tma_ready(b)
-    work = Work(m, k, n, out_dtype.itemsize, kept_bytes, transpose, norm, grouped, doubled, astride=astride(a, b), special=special_cost(ACTIVATIONS[activation]))  # fmt: skip
-    chosen = launch_for(work, launch, device)
-    y = aligned(m, n, out_dtype, device)
-    y_t = aligned(n, m, out_dtype, device) if transpose else None
-    y_scale = block_scales(m, n, GROUPED, device) if grouped else None
-    if dropout is not None and out == OUT_STATIC:
-        y_scale = torch.empty((), dtype=torch.float32, device=device)
-    yt_scale = block_scales(n, m, GROUPED, device) if grouped and transpose else None
-    z = aligned(m, n, KEEP_TYPES[keep], device) if keep else None
-    blocks = cdiv(n, NORM_BLOCK)
-    rstd = torch.empty(m, blocks, dtype=torch.float32, device=device) if keep and norm else None
-    raised = None if amax is None else amax.view(torch.int32)
-    before = sa, sb, bias, out_scale, y_scale
-    form = a_source, b_source, bias is not None, norm, activation, out, out_dtype == torch.float8_e5m2, pow2, keep
-    rest = amax is not None, slope, _TL.get(out_dtype, tl.bfloat16), dropout is not None, INTERPRETED
-    bm, bn, bk, warps, stages, group, resident, split = chosen.numbers
-    tiles, slots = cdiv(m, bm) * cdiv(n, bn), properties_of(device).processors * resident
-    whole = tiles if split == 1 else tiles - tiles % slots
-    wide = stored_width(chosen, grouped)
-    part = torch.empty((tiles - whole) * split * bm, bn, dtype=torch.float32, device=device) if split > 1 else None
-    _fused[(min(slots, max(whole, (tiles - whole) * split)),)](
-        describe(a, [bm, bk]), describe(b, [bn, bk]),
-        _descriptor(y, [bm, wide]), _descriptor(y_t, [wide, bm]), _descriptor(z, [bm, wide]), _descriptor(part, [bm, min(bn, 64)]),
-        *before, yt_scale, rstd, raised, *draw_arguments(dropout), m, n, k, whole, split, *scale_strides(sa), *scale_strides(sb),
-        bm, bn, bk, group, wide < bn, split > 1, *form, transpose, *rest, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    if part is not None:
-        _finish[(tiles - whole, bm // FINISH_ROWS)](
-            part, _descriptor(y, [FINISH_ROWS, wide]), _descriptor(z, [FINISH_ROWS, wide]), *before, rstd, raised, *draw_arguments(dropout), m, n, whole,
-            bm, bn, FINISH_ROWS, group, split, wide < bn, *form, *rest, num_warps=4,
-        )  # fmt: skip
-    return {"y": y, "y_scale": y_scale, "y_t": y_t, "yt_scale": yt_scale, "z": z, "rstd": rstd}

@@ -17,16 +17,18 @@ at most var K / chunk. Column sums for the parameters are written once per progr
 reduction in a fixed order, so they are deterministic.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.dropout import Dropout, draw_arguments
-from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
-from loka.kernels.quantize.triton_kernels import aligned
+from loka.kernels.dropout import draw_numbers
+from loka.kernels.norm_quantize.triton_kernels import LAYER, add_parts, raise_amax, scale_source, to_values
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import alignment, cdiv, empty_words
+from loka.kernels.strides import Maker, alignment, cdiv, maker, rows_maker
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -39,6 +41,7 @@ from loka.kernels.tile import (
     pack_rows_checked,
     to_fp8,
 )
+from loka.kernels.triton_bound import PLANS, Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _NEAR = 100 << 10  # bytes of a program's rows such that two programs fit in the L1 of a multiprocessor
@@ -301,44 +304,87 @@ def rows_of(m: int, k: int, bytes_an_element: int, device: torch.device) -> int:
     return 32 if near and cdiv(m, 32) >= 2 * processors(device) else 16
 
 
+class _ForwardPlan(NamedTuple):
+    """Makers of the results, and the launch. `made`: the scale times dropout's factor, None without dropout."""
+
+    q: Maker
+    q_t: Maker
+    made: Maker | None
+    statistic: Maker
+    launch: Bound
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_forward(
+    shape: tuple[int, int], stride: int, size: int, device: torch.device, x_source: int, weight: bool, bias: bool, amax: bool,
+    norm: int, activation: int, eps: float, dtype: torch.dtype, draw: bool, p: float, stream: int,
+) -> _ForwardPlan:  # fmt: skip
+    """`size` is that of an element of x, in bytes."""
+    m, k = shape
+    rows = rows_of(m, k, size, device)
+    launch = bind(
+        _forward_both, (cdiv(m, rows),), *draw_numbers(p, stream, draw=draw), m, k, stride, cdiv(k, 16) * 16, cdiv(m, 16) * 4, eps,
+        rows, _TILE // rows, norm, activation, weight, bias, x_source, dtype == torch.float8_e5m2, amax, alignment(k, stride), draw, INTERPRETED,
+        views={7: torch.int32}, **_LAUNCH,
+    )  # fmt: skip
+    made = maker((), torch.float32, device) if draw else None
+    statistic = maker((m, 1), torch.float32, device)
+    return _ForwardPlan(rows_maker(m, k, 16, dtype, device), rows_maker(k, m, 16, dtype, device), made, statistic, launch)  # fmt: skip
+
+
 def forward_both(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
-    *, norm: int, activation: int, eps: float, dtype: torch.dtype, dropout: Dropout | None = None,
-) -> dict[str, Tensor | None]:  # fmt: skip
-    """Launch the forward kernel; x [M, K] with unit stride along K."""
-    m, k = x.shape
-    q, (q_t, words) = aligned(m, k, dtype, x.device), empty_words(k, m, dtype, x.device)
-    mean, rstd = (torch.empty(m, 1, dtype=torch.float32, device=x.device) for _ in range(2))
-    rows = rows_of(m, k, x.element_size(), x.device)
-    made = None if dropout is None else torch.empty((), dtype=torch.float32, device=x.device)
-    _forward_both[(cdiv(m, rows),)](
-        x, x_scale, weight, bias, scale, made, q, words, mean, rstd, amax, *draw_arguments(dropout), m, k, x.stride(0), q.stride(0), words.shape[1], eps,
-        rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(x_scale), dtype == torch.float8_e5m2, amax is not None,
-        alignment(k, x.stride(0)), dropout is not None, INTERPRETED, **_LAUNCH,
+    norm: int, activation: int, eps: float, dtype: torch.dtype, seed: Tensor | None, p: float, stream: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return q, q^T, the scale times dropout's factor, mean, rstd; x [M, K] has unit stride along K."""
+    plan = _plan_forward(
+        x.shape, x.stride(0), x.element_size(), x.device, 0 if x_scale is None else scale_source(x_scale), weight is not None, bias is not None, amax is not None,
+        norm, activation, eps, dtype, seed is not None, p, stream,
     )  # fmt: skip
-    return {"q": q, "q_t": q_t, "scale": made, "mean": mean if norm == LAYER else None, "rstd": rstd}
+    q, q_t, made = plan.q(), plan.q_t(), plan.made and plan.made()
+    mean, rstd = plan.statistic() if norm == LAYER else None, plan.statistic()
+    plan.launch(x, x_scale, weight, bias, scale, made, q, q_t, mean, rstd, amax, seed)
+    return q, q_t, made, mean, rstd
+
+
+class _BackwardPlan(NamedTuple):
+    """Makers of dx, its transpose and the parts of the parameters' gradients, None without the parameter; the launch."""
+
+    dx: Maker
+    dx_t: Maker
+    dw: Maker | None
+    db: Maker | None
+    launch: Bound
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_backward(
+    shape: tuple[int, int], stride: int, device: torch.device, h_stride: int, size: int, h_source: int, weight: bool, bias: bool, amax: bool,
+    norm: int, activation: int, dtype: torch.dtype, draw: bool, p: float, stream: int,
+) -> _BackwardPlan:  # fmt: skip
+    """`size` is that of an element of dy and one of h, in bytes."""
+    m, k = shape
+    rows = rows_of(m, k, size, device)
+    programs = cdiv(m, rows)
+    launch = bind(
+        _backward_both, (programs,), *draw_numbers(p, stream, draw=draw), m, k, stride, h_stride, cdiv(k, 16) * 16, cdiv(m, 16) * 4,
+        rows, _TILE // rows, norm, activation, weight, bias, h_source, dtype == torch.float8_e5m2, amax, alignment(k, stride, h_stride), draw, INTERPRETED,
+        views={9: torch.int32}, **_LAUNCH,
+    )  # fmt: skip
+    part = maker((programs, k), torch.float32, device)
+    dx, dx_t = rows_maker(m, k, 16, dtype, device), rows_maker(k, m, 16, dtype, device)
+    return _BackwardPlan(dx, dx_t, part if weight else None, part if bias else None, launch)
 
 
 def backward_both(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
-    amax: Tensor | None, *, norm: int, activation: int, dtype: torch.dtype, dropout: Dropout | None = None,
-) -> dict[str, Tensor | None]:  # fmt: skip
-    """Launch the backward kernel."""
-    m, k = dy.shape
-    dx, (dx_t, words) = aligned(m, k, dtype, dy.device), empty_words(k, m, dtype, dy.device)
-    rows = rows_of(m, k, dy.element_size() + h.element_size(), dy.device)
-    programs = cdiv(m, rows)
-    dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
-    db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
-    _backward_both[(programs,)](
-        dy, h, h_scale, weight, bias, mean, rstd, scale, dx, words, dw, db, amax, *draw_arguments(dropout),
-        m, k, dy.stride(0), h.stride(0), dx.stride(0), words.shape[1],
-        rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(h_scale), dtype == torch.float8_e5m2, amax is not None,
-        alignment(k, dy.stride(0), h.stride(0)), dropout is not None, INTERPRETED, **_LAUNCH,
+    amax: Tensor | None, norm: int, activation: int, dtype: torch.dtype, seed: Tensor | None, p: float, stream: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dx, dx^T, dweight, dbias."""
+    plan = _plan_backward(
+        dy.shape, dy.stride(0), dy.device, h.stride(0), dy.element_size() + h.element_size(), 0 if h_scale is None else scale_source(h_scale),
+        weight is not None, bias is not None, amax is not None, norm, activation, dtype, seed is not None, p, stream,
     )  # fmt: skip
-    return {
-        "dx": dx,
-        "dx_t": dx_t,
-        "dw": None if dw is None else dw.sum(0).to(weight.dtype),
-        "db": None if db is None else db.sum(0).to(bias.dtype),
-    }
+    dx, dx_t, dw, db = plan.dx(), plan.dx_t(), plan.dw and plan.dw(), plan.db and plan.db()
+    plan.launch(dy, h, h_scale, weight, bias, mean, rstd, scale, dx, dx_t, dw, db, amax, seed)
+    return dx, dx_t, add_parts(dw, weight), add_parts(db, bias)

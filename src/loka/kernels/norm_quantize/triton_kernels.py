@@ -6,17 +6,20 @@ loop and sums the parameter gradients in registers; a small reduction over progr
 deterministic. Outputs that are also written transposed need several rows at once: see `triton_both`.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.activation import ACTIVATIONS
-from loka.kernels.dropout import Dropout, draw_arguments
+from loka.kernels.dropout import draw_numbers
 from loka.kernels.fused_linear.call import NORM_BLOCK
-from loka.kernels.quantize.triton_kernels import aligned, block_scales
+from loka.kernels.quantize.triton_kernels import scales_maker
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import alignment, cdiv, next_power_of_2
+from loka.kernels.strides import Maker, alignment, cdiv, maker, next_power_of_2, rows_maker
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -27,6 +30,7 @@ from loka.kernels.tile import (
     scale_of,
     to_fp8,
 )
+from loka.kernels.triton_bound import PLANS, Bound, bind
 from loka.kernels.triton_launcher import quick
 
 LAYER, RMS, BLOCK = 0, 1, 2
@@ -418,71 +422,130 @@ def _forward_launch(m: int, width: int, device: torch.device, *, heads: bool = F
     return 1, 8, 1, m
 
 
-def scale_source(scale: Tensor | None) -> int:
-    """Return the code of x's scale granularity: none, one, or one per row."""
-    return UNSCALED if scale is None else VECTOR if scale.numel() > 1 or scale.dim() == 2 else SCALAR
+def scale_source(scale: Tensor) -> int:
+    """Return the code of x's scale granularity: one, or one per row."""
+    return VECTOR if scale.numel() > 1 or scale.dim() == 2 else SCALAR
+
+
+class _ForwardPlan(NamedTuple):
+    """Makers of the results, None for the absent ones, and the launch. `made`: the scale times dropout's factor."""
+
+    q: Maker | None
+    scale: Maker | None
+    h: Maker | None
+    y: Maker | None
+    mean: Maker | None
+    rstd: Maker
+    dots: Maker | None
+    made: Maker | None
+    launch: Bound
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_forward(
+    shape: tuple[int, int], stride: int, x_dtype: torch.dtype, device: torch.device, x_source: int, residual: int | None, weight: bool, bias: bool, amax: bool, heads: int,
+    norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None, draw: bool, p: float, stream: int,
+) -> _ForwardPlan:  # fmt: skip
+    """`residual` is the row stride of the residual, None without one; `heads` the rows of the head."""
+    m, k = shape
+    wide, rest = split_row(k)
+    blocks = cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
+    rows, warps, stages, programs = _forward_launch(m, wide + rest, device, heads=heads > 0)
+    align = alignment(k, stride, residual or 0)
+    scale = scales_maker(m, k, source, device) if source == GROUPED else maker((m, 1), torch.float32, device) if source == VECTOR else None  # fmt: skip
+    return _ForwardPlan(
+        q=rows_maker(m, k, 16, dtype, device) if source != UNSCALED else None,
+        scale=scale,
+        h=maker((m, k), x_dtype, device) if residual is not None else None,
+        y=maker((m, k), out_dtype, device) if out_dtype is not None else None,
+        mean=maker((m, 1), torch.float32, device) if norm == LAYER else None,
+        rstd=maker((m, blocks), torch.float32, device),
+        dots=maker((m, heads), torch.float32, device) if heads else None,
+        made=maker((), torch.float32, device) if draw and source == SCALAR else None,
+        launch=bind(
+            _forward, (programs,), *draw_numbers(p, stream, draw=draw), m, k, blocks, stride, residual or 0, cdiv(k, 16) * 16 if source != UNSCALED else 0, eps,
+            rows, wide, rest, norm, activation, residual is not None, weight, bias, out_dtype is not None, source,
+            dtype == torch.float8_e5m2, pow2, x_source, amax, k == wide + rest, m % rows == 0, align, draw, heads, stages, INTERPRETED, num_warps=warps,
+        ),
+    )  # fmt: skip
 
 
 def forward(
     x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
-    *, norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
-    dropout: Dropout | None = None, head: Tensor | None = None,
-) -> dict[str, Tensor | None]:  # fmt: skip
-    """Launch the forward kernel; x [M, K] with unit stride along K, head [N, K] contiguous."""
-    m, k = x.shape
-    wide, rest = split_row(k)
-    blocks = cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
-    new = {"device": x.device}
-    q = aligned(m, k, dtype, x.device) if source != UNSCALED else None
-    if source in (VECTOR, GROUPED):
-        scale = (
-            block_scales(m, k, source, x.device) if source == GROUPED else torch.empty(m, 1, dtype=torch.float32, **new)
-        )
-    h = torch.empty(m, k, dtype=x.dtype, **new) if residual is not None else None
-    y = torch.empty(m, k, dtype=out_dtype, **new) if out_dtype is not None else None
-    mean = torch.empty(m, 1, dtype=torch.float32, **new) if norm == LAYER else None
-    rstd = torch.empty(m, blocks, dtype=torch.float32, **new)
-    dots = torch.empty(m, head.shape[0], dtype=torch.float32, **new) if head is not None else None
-    rows, warps, stages, programs = _forward_launch(m, wide + rest, x.device, heads=head is not None)
-    made = torch.empty((), dtype=torch.float32, **new) if dropout is not None and source == SCALAR else None
-    _forward[(programs,)](
-        x, x_scale, residual, h, weight, bias, q, scale, made, y, mean, rstd, amax, head, dots, *draw_arguments(dropout), m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
-        0 if q is None else q.stride(0), eps, rows, wide, rest, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide + rest, m % rows == 0, alignment(k, x.stride(0), *(() if residual is None else (residual.stride(0),))), dropout is not None, 0 if head is None else head.shape[0], stages, INTERPRETED, num_warps=warps,
+    norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
+    seed: Tensor | None, p: float, stream: int, head: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return q, scale, h, y, mean, rstd, dots; x [M, K] with unit stride along K, head [N, K] contiguous.
+
+    A given scale is returned only with dropout (a seed), times its factor.
+    """
+    plan = _plan_forward(
+        x.shape, x.stride(0), x.dtype, x.device, 0 if x_scale is None else scale_source(x_scale), None if residual is None else residual.stride(0),
+        weight is not None, bias is not None, amax is not None, 0 if head is None else head.shape[0],
+        norm, activation, eps, dtype, source, pow2, out_dtype, seed is not None, p, stream,
     )  # fmt: skip
-    return {
-        "q": q,
-        "scale": scale if source in (VECTOR, GROUPED) else made,
-        "h": h,
-        "y": y,
-        "mean": mean,
-        "rstd": rstd,
-        "dots": dots,
-    }
+    q, h, y = plan.q and plan.q(), plan.h and plan.h(), plan.y and plan.y()
+    mean, rstd, dots = plan.mean and plan.mean(), plan.rstd(), plan.dots and plan.dots()
+    own = plan.scale and plan.scale()
+    made = plan.made and plan.made()
+    used = scale if own is None else own
+    plan.launch(x, x_scale, residual, h, weight, bias, q, used, made, y, mean, rstd, amax, head, dots, seed)
+    return q, made if own is None else own, h, y, mean, rstd, dots
 
 
-def backward(
-    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
-    amax: Tensor | None, *, norm: int, activation: int, dropout: Dropout | None = None,
-) -> dict[str, Tensor | None]:  # fmt: skip
-    """Launch the backward kernel; dx has the dtype of h, or of dy if h is FP8."""
-    m, k = dy.shape
+class _BackwardPlan(NamedTuple):
+    """Makers of dx and of the parts of the parameters' gradients, None without the parameter, and the launch."""
+
+    dx: Maker
+    dw: Maker | None
+    db: Maker | None
+    launch: Bound
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_backward(
+    shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device, h_stride: int, h_source: int, dh: int | None, weight: bool, bias: bool, amax: bool, blocks: int,
+    norm: int, activation: int, draw: bool, p: float, stream: int,
+) -> _BackwardPlan:  # fmt: skip
+    """`dtype` is that of dx; `dh` the row stride of dh, None without one; `blocks` the columns of rstd."""
+    m, k = shape
     wide = max(256, next_power_of_2(k))
     # Wide rows: one program per multiprocessor, with enough warps for two rows. Parameters and their gradient sums are
     # in registers only once, and few partial sums are left to add.
     rows = 2 if wide >= 2048 else max(1, _rows_per_program(wide) // 2)
     many = rows * wide >= 8192
-    programs = min(processors(dy.device) * (1 if many else 2 if wide >= 2048 else 8), cdiv(m, rows))
-    dx = torch.empty(m, k, device=dy.device, dtype=h.dtype if h_scale is None else dy.dtype)
-    dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
-    db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
-    _backward[(programs,)](
-        dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, *draw_arguments(dropout), m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
-        rows, wide, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(k, dy.stride(0), h.stride(0), *(() if dh is None else (dh.stride(0),))), dropout is not None, INTERPRETED,
-        num_warps=16 if many else 4 if rows * wide <= 2048 else 8,
+    programs = min(processors(device) * (1 if many else 2 if wide >= 2048 else 8), cdiv(m, rows))
+    part = maker((programs, k), torch.float32, device)
+    return _BackwardPlan(
+        dx=maker((m, k), dtype, device),
+        dw=part if weight else None,
+        db=part if bias else None,
+        launch=bind(
+            _backward, (programs,), *draw_numbers(p, stream, draw=draw), m, k, blocks, stride, h_stride, dh or 0,
+            rows, wide, norm, activation, weight, bias, dh is not None, h_source, amax, alignment(k, stride, h_stride, dh or 0), draw, INTERPRETED,
+            num_warps=16 if many else 4 if rows * wide <= 2048 else 8,
+        ),
     )  # fmt: skip
-    return {
-        "dx": dx,
-        "dw": None if dw is None else dw.sum(0).to(weight.dtype),
-        "db": None if db is None else db.sum(0).to(bias.dtype),
-    }
+
+
+def backward(
+    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
+    amax: Tensor | None, norm: int, activation: int, seed: Tensor | None, p: float, stream: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dx, dweight, dbias; dx has the dtype of h, or of dy if h is FP8."""
+    plan = _plan_backward(
+        dy.shape, dy.stride(0), h.dtype if h_scale is None else dy.dtype, dy.device, h.stride(0), 0 if h_scale is None else scale_source(h_scale),
+        None if dh is None else dh.stride(0), weight is not None, bias is not None, amax is not None, rstd.shape[1],
+        norm, activation, seed is not None, p, stream,
+    )  # fmt: skip
+    dx, dw, db = plan.dx(), plan.dw and plan.dw(), plan.db and plan.db()
+    plan.launch(dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, seed)
+    return dx, add_parts(dw, weight), add_parts(db, bias)
+
+
+def add_parts(parts: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """Return the gradient of a parameter from the sums of every program; None without the parameter."""
+    if parts is None or parameter is None:
+        return None
+    total = parts.sum(0)
+    return total if total.dtype is parameter.dtype else total.to(parameter.dtype)

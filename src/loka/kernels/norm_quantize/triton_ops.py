@@ -3,29 +3,17 @@
 import torch
 from torch import Tensor
 
-from loka.kernels.dropout import draw_from
 from loka.kernels.norm_quantize import triton_both as both
 from loka.kernels.norm_quantize import triton_kernels as kernels
 from loka.kernels.op import fake_of, torch_op
+from loka.kernels.quantize.triton_kernels import aligned, block_scales
 
 
 def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-@torch_op("norm_quantize", mutates=("amax",))
-def norm_quantize(
-    x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
-    norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
-    seed: Tensor | None, p: float, stream: int, head: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return q, scale, h, y, mean, rstd, dots. A given scale is returned only with dropout (a seed), times its factor."""
-    results = kernels.forward(
-        x, x_scale, residual, weight, bias, scale, amax,
-        norm=norm, activation=activation, eps=eps, dtype=dtype, source=source, pow2=pow2, out_dtype=out_dtype,
-        dropout=draw_from(seed, p, stream), head=head,
-    )  # fmt: skip
-    return results["q"], results["scale"], results["h"], results["y"], results["mean"], results["rstd"], results["dots"]
+norm_quantize = torch_op("norm_quantize", mutates=("amax",))(kernels.forward)
 
 
 @fake_of(norm_quantize)
@@ -37,8 +25,8 @@ def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dt
 
     made = () if seed is not None and source == kernels.SCALAR else (0,)
     return (
-        kernels.aligned(m, k, dtype, x.device) if source != kernels.UNSCALED else empty(0),
-        kernels.block_scales(m, k, source, x.device)
+        aligned(m, k, dtype, x.device) if source != kernels.UNSCALED else empty(0),
+        block_scales(m, k, source, x.device)
         if source == kernels.GROUPED
         else empty(*((m, 1) if source == kernels.VECTOR else made)),
         empty(m, k, dtype=x.dtype) if residual is not None else empty(0),
@@ -49,16 +37,7 @@ def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dt
     )
 
 
-@torch_op("norm_gradient", mutates=("amax",))
-def norm_gradient(
-    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
-    amax: Tensor | None, norm: int, activation: int, seed: Tensor | None, p: float, stream: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dx, dweight, dbias."""
-    results = kernels.backward(
-        dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm=norm, activation=activation, dropout=draw_from(seed, p, stream)
-    )  # fmt: skip
-    return results["dx"], results["dw"], results["db"]
+norm_gradient = torch_op("norm_gradient", mutates=("amax",))(kernels.backward)
 
 
 @fake_of(norm_gradient)
@@ -73,16 +52,7 @@ def _fake_parameters(dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     )
 
 
-@torch_op("norm_quantize_both", mutates=("amax",))
-def norm_quantize_both(
-    x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
-    norm: int, activation: int, eps: float, dtype: torch.dtype, seed: Tensor | None, p: float, stream: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return q, q^T, the scale times dropout's factor, mean, rstd."""
-    results = both.forward_both(
-        x, x_scale, weight, bias, scale, amax, norm=norm, activation=activation, eps=eps, dtype=dtype, dropout=draw_from(seed, p, stream)
-    )  # fmt: skip
-    return results["q"], results["q_t"], results["scale"], results["mean"], results["rstd"]
+norm_quantize_both = torch_op("norm_quantize_both", mutates=("amax",))(both.forward_both)
 
 
 @fake_of(norm_quantize_both)
@@ -91,23 +61,14 @@ def _(x, x_scale, weight, bias, scale, amax, norm, activation, eps, dtype, seed,
     statistics = x.new_empty((m, 1), dtype=torch.float32)
     mean = torch.empty_like(statistics) if norm == kernels.LAYER else _nothing(x)
     made = x.new_empty(() if seed is not None else 0, dtype=torch.float32)
-    return kernels.aligned(m, k, dtype, x.device), kernels.aligned(k, m, dtype, x.device), made, mean, statistics
+    return aligned(m, k, dtype, x.device), aligned(k, m, dtype, x.device), made, mean, statistics
 
 
-@torch_op("norm_gradient_both", mutates=("amax",))
-def norm_gradient_both(
-    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
-    amax: Tensor | None, norm: int, activation: int, dtype: torch.dtype, seed: Tensor | None, p: float, stream: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dx, dx^T, dweight, dbias."""
-    results = both.backward_both(
-        dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm=norm, activation=activation, dtype=dtype, dropout=draw_from(seed, p, stream)
-    )  # fmt: skip
-    return results["dx"], results["dx_t"], results["dw"], results["db"]
+norm_gradient_both = torch_op("norm_gradient_both", mutates=("amax",))(both.backward_both)
 
 
 @fake_of(norm_gradient_both)
 def _(dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm, activation, dtype, seed, p, stream):  # type: ignore[no-untyped-def]
     m, k = dy.shape
-    dx_t = kernels.aligned(k, m, dtype, dy.device)
-    return kernels.aligned(m, k, dtype, dy.device), dx_t, *_fake_parameters(dy, weight, bias)
+    dx_t = aligned(k, m, dtype, dy.device)
+    return aligned(m, k, dtype, dy.device), dx_t, *_fake_parameters(dy, weight, bias)

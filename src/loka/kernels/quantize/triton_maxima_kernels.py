@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from loka.kernels.quantize.triton_pairs_kernels import larger, largest, load_pairs
 from loka.kernels.scaled_mm.triton_kernels import processors
@@ -191,8 +190,9 @@ def bind_scales(m: int, k: int, maxima: Maxima, options: tuple[bool, bool], t_op
     return bind(_scales, (cdiv(m, BLOCK) + cdiv(k, BLOCK),), parts, m, t_parts, k, PARTS, BLOCK, *options, *t_options)
 
 
-def total_scale(maxima: Tensor, e5m2: bool, pow2: bool) -> Tensor:
-    """Return the scale [] that follows from the maxima [parts] of a whole tensor."""
-    scale = maxima.new_empty(())
-    _scales[(1,)](maxima, scale, None, None, maxima.numel(), 1, 0, 0, 4096, 1, e5m2, pow2, False, False)
-    return scale
+def bind_total(parts: int, e5m2: bool, pow2: bool) -> Bound:
+    """Return the launch that makes the scale [] that follows from the maxima [parts] of a whole tensor.
+
+    It takes the maxima, the scale, None and None.
+    """
+    return bind(_scales, (1,), parts, 1, 0, 0, 4096, 1, e5m2, pow2, False, False)

@@ -20,7 +20,9 @@ def quantize(
     """
     near = x.data_ptr() & 3 == 0
     # a seed is another in every call: plans with one are not cached
-    plan = (plan_of.__wrapped__ if seed else plan_of)(x.shape, x.stride(0), x.dtype, x.device, near, spec, transpose, seed)
+    plan = (plan_of.__wrapped__ if seed else plan_of)(
+        x.shape, x.stride(0), x.dtype, x.device, near, spec, transpose, seed
+    )
     make_q, make_scale, make_qt, make_t_scale, shared, maxima, reduce, write, operands = plan
     q, made = make_q and make_q(), make_scale and make_scale()
     qt, t_made = make_qt and make_qt(), make_t_scale and make_t_scale()

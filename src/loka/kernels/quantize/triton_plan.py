@@ -74,7 +74,9 @@ def plan_of(
         reduce = bind_scales(m, k, maxima, out[1:3], out_t[1:3])
     parts = maxima.sizes[2] if maxima is not None and whole else 0
     if want_t is None:
-        return Plan(*made, maxima, reduce, kernels.bind_tiles(m, k, stride, wide, out, parts, seed), itemgetter(0, 1, 2, 5))
+        return Plan(
+            *made, maxima, reduce, kernels.bind_tiles(m, k, stride, wide, out, parts, seed), itemgetter(0, 1, 2, 5)
+        )
     plain = not (out.e5m2 or out.stochastic or out_t.e5m2 or out_t.stochastic)
     if plain and out.source == out_t.source == kernels.GROUPED and pairs:
         grouped = bind_grouped(m, k, stride, dtype, wide, words, out.pow2, out_t.pow2)
