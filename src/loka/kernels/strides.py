@@ -74,6 +74,7 @@ def maker(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, strid
         device: where they are; a GPU must be the current one, as it is inside an op (`loka.kernels.op`).
         stride: of the tensors; contiguous if omitted.
     """
+    size = tuple(size)  # no torch.Size: what is called below takes nothing but tuples
     if stride is None:
         stride = tuple([math.prod([max(1, n) for n in size[at + 1 :]]) for at in range(len(size))])
     if device.type not in ("cpu", "cuda"):

@@ -11,12 +11,15 @@ kernel cannot raise, so invalid pairs make every product NaN.
 Each kernel reads X once: 27 vectors of 128 in bf16 are 7 KiB, and the time of copying B of them is the lower bound.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.strides import next_power_of_2
+from loka.kernels.strides import Maker, maker, next_power_of_2
+from loka.kernels.triton_bound import PLANS, Bound, bind
 from loka.kernels.triton_launcher import quick
 
 
@@ -91,34 +94,55 @@ def _padded_sizes(n: int, d: int) -> tuple[int, int]:
     return max(16, next_power_of_2(n)), max(16, next_power_of_2(d))
 
 
+@lru_cache(maxsize=PLANS)
+def _plan_places(pairs: int, n: int, device: torch.device) -> tuple[Maker, Bound]:
+    launch = bind(_places, (1,), pairs, n, next_power_of_2(max(n * n, pairs, 1)), num_warps=8)
+    return maker((n * n + 1,), torch.int32, device), launch
+
+
 def places(first: Tensor, second: Tensor, n: int) -> Tensor:
     """Return int32 [n * n + 1]: the column of every pair (i, j) or -1, and last whether any pair is invalid."""
-    place = torch.empty(n * n + 1, dtype=torch.int32, device=first.device)
-    pairs = first.shape[0]
-    _places[(1,)](first, second, place, pairs, n, next_power_of_2(max(n * n, pairs, 1)), num_warps=8)
+    make, launch = _plan_places(first.shape[0], n, first.device)
+    place = make()
+    launch(first, second, place)
     return place
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_dots(shape: tuple[int, int, int], heads: int, pairs: int, dtype: torch.dtype, device: torch.device) -> tuple[Maker, Bound | None]:  # fmt: skip
+    """Without a launch if there is nothing to multiply."""
+    b, n, d = shape
+    make = maker((b, pairs), dtype, device)
+    if not (b and pairs):
+        return make, None
+    size, width = _padded_sizes(n + heads, d)
+    warps = 2 if size <= 32 else 4
+    return make, bind(_dots, (b,), n + heads, heads, d, pairs, size, width, heads > 0, dtype == torch.float32, num_warps=warps)  # fmt: skip
 
 
 def dots(x: Tensor, head: Tensor | None, place: Tensor, pairs: int) -> Tensor:
     """Return [B, pairs] of x [B, n, d], preceded by the vectors of head [B, m, d] if given."""
-    b, n, d = x.shape
-    heads = 0 if head is None else head.shape[1]
-    n += heads
-    y = torch.empty(b, pairs, dtype=x.dtype, device=x.device)
-    if b and pairs:
-        size, width = _padded_sizes(n, d)
-        warps = 2 if size <= 32 else 4
-        _dots[(b,)](x, head, place, y, n, heads, d, pairs, size, width, head is not None, x.dtype == torch.float32, num_warps=warps)  # fmt: skip
+    make, launch = _plan_dots(x.shape, 0 if head is None else head.shape[1], pairs, x.dtype, x.device)
+    y = make()
+    if launch is not None:
+        launch(x, head, place, y)
     return y
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_gradient(shape: tuple[int, int, int], pairs: int, dtype: torch.dtype, device: torch.device) -> tuple[Maker, Bound | None]:  # fmt: skip
+    b, n, d = shape
+    size, width = _padded_sizes(n, d)
+    launch = bind(
+        _dots_gradient, (b,), n, d, pairs, size, width, dtype == torch.float32, num_warps=2 if size <= 32 else 4
+    )
+    return maker(shape, dtype, device), launch if b else None
 
 
 def dots_gradient(dy: Tensor, x: Tensor, place: Tensor) -> Tensor:
     """Return dx [B, n, d] of dy [B, pairs] and x [B, n, d]."""
-    b, n, d = x.shape
-    dx = torch.empty_like(x)
-    if b:
-        size, width = _padded_sizes(n, d)
-        _dots_gradient[(b,)](
-            dy, x, place, dx, n, d, dy.shape[1], size, width, x.dtype == torch.float32, num_warps=2 if size <= 32 else 4
-        )
+    make, launch = _plan_gradient(x.shape, dy.shape[1], x.dtype, x.device)
+    dx = make()
+    if launch is not None:
+        launch(dy, x, place, dx)
     return dx

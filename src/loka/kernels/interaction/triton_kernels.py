@@ -8,6 +8,9 @@ small tensor core products. The flattened products are normalized in blocks of 2
 k products of a vector: each vector has two sums, one for each block that it may be in.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +18,9 @@ from torch import Tensor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import cdiv, next_power_of_2
+from loka.kernels.strides import Maker, cdiv, maker, next_power_of_2
 from loka.kernels.tile import INTERPRETED, inverse, multiply, to_fp8
+from loka.kernels.triton_bound import PLANS, Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _EPS = tl.constexpr(NORM_EPS)
@@ -248,63 +252,108 @@ def gradient_launch(bn: int, bd: int, bk: int, bl: int, bo: int, *, project: boo
     return _launch_options(stage, 3, 4) if bn <= 64 else _launch_options(stage, 2, 8)
 
 
+class _Plan(NamedTuple):
+    """Makers of the results, and the launch; None without examples."""
+
+    products: Maker
+    following: Maker
+    residual: Maker
+    rstd: Maker
+    launch: Bound | None
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_interact(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, k: int, n_l: int, n_f: int, project: bool, keep: bool
+) -> _Plan:  # fmt: skip
+    rows, n, d = shape
+    programs = min(rows, _PER_PROCESSOR * processors(device))
+    blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f))
+    launch = bind(
+        _interact, (programs,), rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED,
+        **forward_launch(*blocks, project=project),
+    )  # fmt: skip
+    return _Plan(
+        products=maker((rows, n * k), torch.float8_e4m3fn, device),
+        following=maker((rows, n_f + n_l, d), dtype, device),
+        residual=maker((rows, n_f, d) if project else (0,), dtype, device),
+        rstd=maker((rows, n_f + n_l) if keep else (0,), torch.float32, device),
+        launch=launch if rows else None,
+    )
+
+
 def interact(
-    x: Tensor, weight: Tensor, scale: Tensor, *, k: int, n_l: int, n_f: int, project: bool, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, scale: Tensor, k: int, n_l: int, n_f: int, project: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return products [B, n k], next [B, n_f + n_l, d], residual [B, n_f, d] or empty, rstd [B, n_f + n_l] or empty.
 
-    x [B, n, d] is contiguous, and weight has its dtype.
+    x [B, n, d] is contiguous, and weight has its dtype. The residual is empty if it is x itself, rstd if not `keep`.
     """
-    rows, n, d = x.shape
-    products = torch.empty(rows, n * k, device=x.device, dtype=torch.float8_e4m3fn)
-    following = torch.empty(rows, n_f + n_l, d, device=x.device, dtype=x.dtype)
-    residual = torch.empty((rows, n_f, d) if project else (0,), device=x.device, dtype=x.dtype)
-    rstd = torch.empty((rows, n_f + n_l) if keep else (0,), device=x.device, dtype=torch.float32)
-    if rows:
-        programs = min(rows, _PER_PROCESSOR * processors(x.device))
-        blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f))
-        _interact[(programs,)](
-            x, weight, scale, products, following, residual, rstd, rows, n, d, k, n_l, n_f, *blocks,
-            _padded(cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED, **forward_launch(*blocks, project=project),
-        )  # fmt: skip
-    return products, following, residual, rstd
+    plan = _plan_interact(x.shape, x.dtype, x.device, k, n_l, n_f, project, keep)
+    made = plan.products(), plan.following(), plan.residual(), plan.rstd()
+    if plan.launch is not None:
+        plan.launch(x, weight, scale, *made)
+    return made
 
 
-def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor | None, *, n_f: int) -> None:
-    """Write BlockNorm_d(tower + residual) to following[:, :n_f]. In all three, an example's vectors are contiguous."""
+@lru_cache(maxsize=PLANS)
+def _plan_finish(rows: int, d: int, strides: tuple[int, int, int], n_f: int, keep: bool) -> Bound:
+    return bind(_finish, (rows,), *strides, d, n_f, _padded(n_f), _padded(d), keep, num_warps=4)
+
+
+def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor, n_f: int) -> None:
+    """Write BlockNorm_d(tower + residual) to following[:, :n_f], and its rstd if that is not empty.
+
+    In all three, an example's vectors are contiguous.
+    """
     rows, _, d = following.shape
-    if rows:
-        _finish[(rows,)](
-            following, tower, residual, rstd, following.stride(0), residual.stride(0), 0 if rstd is None else rstd.stride(0),
-            d, n_f, _padded(n_f), _padded(d), rstd is not None, num_warps=4,
-        )  # fmt: skip
+    if not rows:
+        return
+    keep = rstd.numel() > 0
+    strides = following.stride(0), residual.stride(0), rstd.stride(0) if keep else 0
+    _plan_finish(rows, d, strides, n_f, keep)(following, tower, residual, rstd if keep else None)
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_norm_gradient(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Maker, Bound]:
+    rows, vectors, d = shape
+    launch = bind(_norm_gradient, (rows,), d, vectors, _padded(vectors), _padded(d), num_warps=4)
+    return maker(shape, dtype, device), launch
 
 
 def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
     """Return the gradient of the norm's input, [B, n_f + n_l, d]."""
-    rows, vectors, d = following.shape
-    ds = torch.empty_like(following)
-    if rows:
-        _norm_gradient[(rows,)](g, following, rstd, ds, d, vectors, _padded(vectors), _padded(d), num_warps=4)
+    make, launch = _plan_norm_gradient(following.shape, following.dtype, following.device)
+    ds = make()
+    if following.shape[0]:
+        launch(g, following, rstd, ds)
     return ds
 
 
+@lru_cache(maxsize=PLANS)
+def _plan_gradient(
+    shape: tuple[int, int, int], weight: tuple[int, int], dtype: torch.dtype, device: torch.device, k: int, n_l: int, n_f: int, project: bool
+) -> tuple[Maker, Maker, Bound]:  # fmt: skip
+    rows, n, d = shape
+    programs = max(1, min(rows, _GRADIENT_PER_PROCESSOR * processors(device)))
+    blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f + n_l))
+    launch = bind(
+        _interact_gradient, (programs,), rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)), project, programs, INTERPRETED,
+        **gradient_launch(*blocks, project=project),
+    )  # fmt: skip
+    return maker(shape, dtype, device), maker((programs, *weight), torch.float32, device), launch
+
+
 def interact_gradient(
-    x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, *, k: int, n_l: int, n_f: int, project: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, k: int, n_l: int, n_f: int, project: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dx [B, n, d] and dW [rows of W, n] in float32.
 
     Each program sums over its examples, then the parts are summed, so results are bitwise reproducible.
     """
-    rows, n, d = x.shape
-    dx = torch.empty_like(x)
-    programs = max(1, min(rows, _GRADIENT_PER_PROCESSOR * processors(x.device)))
-    parts = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
-    if not rows:
+    make, make_parts, launch = _plan_gradient(x.shape, weight.shape, x.dtype, x.device, k, n_l, n_f, project)
+    dx, parts = make(), make_parts()
+    if not x.shape[0]:
         return dx, torch.zeros_like(parts[0])
-    blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f + n_l))
-    _interact_gradient[(programs,)](
-        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)),
-        project, programs, INTERPRETED, **gradient_launch(*blocks, project=project),
-    )  # fmt: skip
+    launch(x, weight, dq, ds, dx, parts)
     return dx, parts.sum(0)

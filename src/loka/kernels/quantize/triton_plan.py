@@ -113,5 +113,5 @@ def _scale_maker(spec: Spec | None, shape: tuple[int, int], device: torch.device
     if spec is None or spec.mode != "dynamic":
         return None
     if spec.block in (TENSOR, ROW):
-        return maker(tuple(scale_shape(shape, spec.block)), torch.float32, device)
+        return maker(scale_shape(shape, spec.block), torch.float32, device)
     return kernels.scales_maker(*shape, SOURCES[spec.block], device)
