@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,18 @@ def main(folder: Path) -> None:
     import torch
     from launched_kernels import add, scale  # beside this file
 
-    from loka.kernels import triton_compiled, triton_launcher
+    from loka.kernels import triton_bound, triton_compiled, triton_launcher
 
-    triton_launcher._current_device = lambda: 0
+    triton_launcher._current_device = triton_bound._current_device = lambda: 0
 
     class OnTheGPU(torch.Tensor):
         is_cuda = True
 
     def compare(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> int:
         """Triton's launch and three quick ones, of which the first two may still be Triton's or encode maps. How many the third encoded."""
+        return compare_with(partial(kernel[grid], *args, **options), kernel, grid, *args, **options)
+
+    def compare_with(launch: Any, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> int:
         notes.expect([])
         compiled = kernel.jitted[grid](*args, **options)
         notes.expect(sizes_of(compiled.asm["ptx"]))
@@ -124,7 +128,7 @@ def main(folder: Path) -> None:
         expected = notes.take()
         for _ in range(3):
             launches, encoded = notes.launches.value, notes.encoded.value
-            kernel[grid](*args, **options)
+            launch()
             assert notes.take() == expected, (kernel.jitted, args)
             assert notes.launches.value == launches + 1
         assert all(found._launcher is not None for found in kernel._compiled.values()), "left to Triton"
@@ -132,14 +136,23 @@ def main(folder: Path) -> None:
 
     store, out = torch.zeros(1 << 16), torch.zeros(1 << 16).as_subclass(OnTheGPU)
     add, scale = triton_launcher.quick(add), triton_launcher.quick(scale)
+    bounds: dict[Any, Any] = {}
     for _ in range(2):  # the second time all of them are in turn with others at the same address
         for rows, columns, stride, block in ((64, 64, 64, [32, 32]), (128, 64, 64, [32, 32]), (64, 32, 96, [32, 32]), (64, 64, 64, [64, 32])):  # fmt: skip
             x = store.as_strided((rows, columns), (stride, 1))
             first, second = triton_compiled.describe(x, block), triton_compiled.describe(x.view(torch.int32), block)
             for n, factor, optional in ((48, 0.5, None), (47, 2.0, out), (2**40, -1.0, out[4:])):
                 assert compare(add, (3, 2), first, out, second, optional, n, factor, *block, num_warps=4) == 0
+                # one for all matrices: what differs between them must reach the driver
+                key, blocks = (n, factor, *block), {0: block, 2: block}
+                bound = bounds.setdefault(key, triton_bound.bind(add, (3, 2), *key, blocks=blocks, num_warps=4))
+                again = partial(bound, x, out, x.view(torch.int32), optional)
+                assert compare_with(again, add, (3, 2), first, out, second, optional, *key, num_warps=4) == 0
+    halves = triton_bound.bind(scale, (5,), 7, 0.25, 64, views={0: torch.float16}, num_warps=1)
     for x in (torch.zeros(64), torch.zeros(65)[1:], out):
         assert compare(scale, (5,), x, out, 7, 0.25, 64, num_warps=1) == 0
+        again, viewed = partial(halves, x, out), x.view(torch.float16)
+        assert compare_with(again, scale, (5,), viewed, out, 7, 0.25, 64, num_warps=1) == 0
     print(f"same {notes.launches.value}")
 
 

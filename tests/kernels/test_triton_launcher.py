@@ -405,6 +405,65 @@ def test_what_is_built_in_another_way_is_left_to_triton(real: tuple[Kernel, Any,
     assert not filled
 
 
+class Launcher:
+    """Of Triton 3.6, word for word where it calls its C function."""
+
+    def __init__(self, launch: Any, scratch: int) -> None:
+        self.launch, self.global_scratch_size, self.profile_scratch_size = launch, scratch, 0
+        self.launch_cooperative_grid, self.launch_pdl = "cooperative", "pdl"
+        self.arg_annotations, self.kernel_signature = "annotations", "signature"
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):  # type: ignore[no-untyped-def]
+        global_scratch, profile_scratch = "scratch" if self.global_scratch_size else None, None
+        # fmt: off
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
+                    global_scratch, profile_scratch, *args)
+        # fmt: on
+
+
+class Later(Launcher):
+    """Of Triton 3.7."""
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, *args):  # type: ignore[no-untyped-def]  # fmt: skip
+        global_scratch, profile_scratch = "scratch" if self.global_scratch_size else None, None
+        # fmt: off
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
+                    kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, global_scratch,
+                    profile_scratch, self.arg_annotations, self.kernel_signature, args)
+        # fmt: on
+
+
+class Other(Launcher):
+    """Of a release to come: the C function takes the stream last."""
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):  # type: ignore[no-untyped-def]
+        self.launch(gridX, gridY, gridZ, function, *args, stream)
+
+
+@pytest.mark.parametrize(("release", "scratch", "short"), [(Launcher, 0, True), (Later, 0, True), (Launcher, 8, False), (Later, 8, False), (Other, 0, False)])  # fmt: skip
+def test_the_c_function_is_handed_what_triton_s_launcher_hands_it(
+    real: Any, release: type[Launcher], scratch: int, short: bool
+) -> None:
+    """Called without the launcher where that is known to add nothing."""
+    reached: list[Any] = []
+
+    def launch(*given: Any) -> None:
+        reached.append((*given[:-1], list(given[-1]) if isinstance(given[-1], tuple) else given[-1]))
+
+    launcher = release(launch, scratch)
+    kernel = SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0))
+    start, fixed, flat = triton_compiled._shorten(kernel, launcher)
+    assert (start is launch) == short
+    launcher(3, 2, 1, 1005, 77, (4, 1, 0), None, None, None, "x", "y")
+    start(3, 2, 1, 1005, *fixed, *(("x", "y") if flat else (["x", "y"],)))
+    assert reached[0] == reached[1]
+
+
+def test_the_triton_that_is_installed_is_known() -> None:
+    source = triton_compiled._source_of(nvidia.CudaLauncher)
+    assert (triton_compiled._CALL_3_6 in source) != (triton_compiled._CALL_3_7 in source)
+
+
 def test_a_launch_that_a_hook_of_triton_s_suppressed_is_not_remembered(made: tuple[Kernel, Any]) -> None:
     kernel, fast = made
     kernel.compile = lambda *_: None

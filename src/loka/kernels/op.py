@@ -125,7 +125,7 @@ def invoke(op: Any, *args: Any) -> Any:
 def _bypass_dispatcher(op: Any, function: Function) -> None:
     """Make calls of the op, which is what compiled code contains, skip the dispatcher if nothing needs it."""
     dispatched, elsewhere = op._op, on_device(function)
-    empty: dict[tuple[torch.device, int], Tensor] = {}  # stand-ins for absent results, never read or written
+    empty: dict[torch.device, list[Tensor]] = {}  # stand-ins for absent results, never read or written
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs or not call.direct or torch.compiler._is_compiling_flag or _needs_dispatcher(args):  # type: ignore[attr-defined]
@@ -136,17 +136,15 @@ def _bypass_dispatcher(op: Any, function: Function) -> None:
         if type(found) is tuple:
             for result in found:
                 if result is None:
-                    device = first.device
-                    return tuple([empty_at(device, i) if result is None else result for i, result in enumerate(found)])
+                    spare = empty.get(first.device) or make_empty(first.device, len(found))
+                    return tuple([other if result is None else result for result, other in zip(found, spare, strict=True)])  # fmt: skip
         return found
 
-    def empty_at(device: torch.device, index: int) -> Tensor:
-        """Return the cached stand-in for result `index`. Compiled code checks that no two results are one tensor."""
-        tensor = empty.get((device, index))
-        if tensor is None:
-            with torch.inference_mode(False):  # cached beyond this call, so it must not be an inference tensor
-                tensor = empty[device, index] = torch.empty(0, dtype=torch.float32, device=device)
-        return tensor
+    def make_empty(device: torch.device, count: int) -> list[Tensor]:
+        """Cache a stand-in for each result. Compiled code checks that no two results are one tensor."""
+        with torch.inference_mode(False):  # cached beyond this call, so they must not be inference tensors
+            made = empty[device] = [torch.empty(0, dtype=torch.float32, device=device) for _ in range(count)]
+        return made
 
     call.direct = True  # type: ignore[attr-defined]  # `differentiate` clears it: gradients need the dispatcher
     op._op = call
