@@ -14,7 +14,8 @@ from loka.kernels import op as op_module
 from loka.kernels import triton_bound
 from loka.kernels.dots import triton_kernels as dots_kernels
 from loka.kernels.dots import triton_ops as dots
-from loka.kernels.fused_linear import triton_dgrad_kernels, triton_forward, triton_gradient_kernels
+from loka.kernels.fused_linear import triton_dgrad_kernels, triton_gradient_kernels
+from loka.kernels.fused_linear import triton_kernels as fused_kernels
 from loka.kernels.fused_linear import triton_ops as fused
 from loka.kernels.interaction import triton_kernels as interaction_kernels
 from loka.kernels.interaction import triton_ops as interaction
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches are noted here, no
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 CACHES = [
     function
-    for module in (dots_kernels, triton_dgrad_kernels, triton_forward, triton_gradient_kernels, interaction_kernels, triton_both, triton_kernels, triton_plan)
+    for module in (dots_kernels, triton_dgrad_kernels, fused_kernels, triton_gradient_kernels, interaction_kernels, triton_both, triton_kernels, triton_plan)
     for function in vars(module).values()
     if hasattr(function, "cache_clear") and "plan" in function.__name__
 ]  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from loka.kernels.strides import aligned_rows, empty_rows
+from loka.kernels.strides import aligned_rows, empty_rows, maker, rows_maker
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,22 @@ def test_empty_rows_start_at_multiples(columns: int) -> None:
     made = empty_rows(4, columns, 16, torch.bfloat16, torch.device("cpu"))
     assert made.shape == (4, columns)
     assert made.stride() == (-(-columns // 16) * 16, 1)
+
+
+@pytest.mark.parametrize("size", [(), (7,), (3, 5), (2, 3, 5), (0, 4), (4, 0), torch.Size((3, 5))])
+def test_a_maker_makes_what_torch_makes(size: tuple[int, ...]) -> None:
+    make = maker(size, torch.bfloat16, torch.device("cpu"))
+    expected, made = torch.empty(size, dtype=torch.bfloat16), make()
+    assert (made.shape, made.stride(), made.dtype, made.device) == (expected.shape, expected.stride(), expected.dtype, expected.device)  # fmt: skip
+    assert made is not make()
+    with torch.inference_mode():
+        assert make().is_inference()
+
+
+@pytest.mark.parametrize("columns", [16, 17, 32, 5])
+def test_a_maker_of_rows_leaves_room_for_the_padding_of_all(columns: int) -> None:
+    """Of the last row too: kernels write it."""
+    made = rows_maker(3, columns, 16, torch.float8_e4m3fn, torch.device("cpu"))()
+    expected = empty_rows(3, columns, 16, torch.float8_e4m3fn, torch.device("cpu"))
+    assert (made.shape, made.stride()) == (expected.shape, expected.stride())
+    assert made.untyped_storage().nbytes() == expected.untyped_storage().nbytes() == 3 * -(-columns // 16) * 16

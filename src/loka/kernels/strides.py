@@ -79,9 +79,8 @@ def maker(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, strid
         stride = tuple([math.prod([max(1, n) for n in size[at + 1 :]]) for at in range(len(size))])
     if device.type not in ("cpu", "cuda"):
         return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
-    return partial(
-        guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu, size, stride, dtype
-    )
+    empty = getattr(guards, f"_empty_strided_{device.type}")  # getattr: absent from torch's type stubs
+    return partial(empty, size, stride, dtype)
 
 
 def rows_maker(rows: int, columns: int, step: int, dtype: torch.dtype, device: torch.device) -> Maker:

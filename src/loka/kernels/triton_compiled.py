@@ -58,13 +58,14 @@ class Compiled:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._launcher, self._descriptor_meta = _take_launcher_apart(kernel)
-        self._start, self._fixed, self._flat = (None, (), True) if self._launcher is None else _shorten(kernel, self._launcher)  # fmt: skip
-        self._current_stream = None if self._start is None else _driver.active.get_current_stream
+        if self._launcher is not None:
+            self._start, self._fixed, self._flat = _shorten(kernel, self._launcher)
+            self._current_stream = _driver.active.get_current_stream
         self._maps: dict[tuple[Any, ...], list[Any]] = {}
 
     def is_left_to_triton(self) -> bool:
         """Return True if Triton must launch: its internals are unknown, or a launch hook is installed."""
-        if self._start is None:
+        if self._launcher is None:
             return True
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
         return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))  # fmt: skip
@@ -160,7 +161,8 @@ def _shorten(kernel: Any, launcher: Any) -> tuple[Any, tuple[Any, ...], bool]:
     Returns:
         The function, the arguments, and whether those of the kernel follow one by one instead of in a list.
     """
-    call = _source_of(type(launcher))
+    kind: Any = type(launcher)
+    call = _source_of(kind)
     if getattr(launcher, "global_scratch_size", 1) == 0 and getattr(launcher, "profile_scratch_size", 1) == 0:
         if _CALL_3_7 in call:
             how = (
@@ -190,7 +192,7 @@ def _shorten(kernel: Any, launcher: Any) -> tuple[Any, tuple[Any, ...], bool]:
 
 
 @lru_cache
-def _source_of(launcher: type) -> str:
+def _source_of(launcher: Any) -> str:
     """Return the source of a launcher's `__call__` in one line; "" if there is none."""
     try:
         return " ".join(inspect.getsource(launcher.__call__).split())

@@ -2,13 +2,13 @@
 
 import torch
 
-from loka.kernels.fused_linear import triton_dgrad_kernels, triton_forward, triton_gradient_kernels
+from loka.kernels.fused_linear import triton_dgrad_kernels, triton_gradient_kernels
 from loka.kernels.fused_linear import triton_kernels as kernels
 from loka.kernels.fused_linear.call import NORM_BLOCK
 from loka.kernels.op import fake_of, torch_op
 from loka.kernels.quantize.triton_kernels import GROUPED, block_scales
 
-fused_linear = torch_op("fused_linear", mutates=("amax",))(triton_forward.fused_linear)
+fused_linear = torch_op("fused_linear", mutates=("amax",))(kernels.fused_linear)
 
 
 @fake_of(fused_linear)

@@ -49,14 +49,14 @@ def run(
         check_scale(transpose, transpose_scale, (x.shape[1], x.shape[0]))
     x = unit_rows(x.detach() if x.requires_grad else x)
     seed = _seed(spec, transpose, generator, x.device)
-    from loka.kernels.quantize import triton_ops
+    from loka.kernels.quantize import triton_ops, triton_plan
 
     written = ["" if wanted is None else str(wanted) for wanted in (spec, transpose)]
     q, q_scale, qt, qt_scale = invoke(triton_ops.quantize, x, written[0], scale, written[1], transpose_scale, seed)
     result = None if spec is None else QTensor(q, q_scale if scale is None else scale.float(), spec)
     if transpose is None:
         return result, None
-    if transpose_scale is None and spec is not None and triton_ops.share_scale(spec, transpose):
+    if transpose_scale is None and spec is not None and triton_plan.share_scale(spec, transpose):
         qt_scale = q_scale
     return result, QTensor(qt, qt_scale if transpose_scale is None else transpose_scale.float(), transpose)
 
