@@ -64,6 +64,12 @@ def test_everything_ranked_can_run(device: Properties) -> None:
             assert ranked == choose_launch(call, device)
 
 
+def test_a_launch_is_its_numbers() -> None:
+    launch = Launch(128, 256, 64, warps=8, stages=3, group=5, resident=2, split=7)
+    assert launch.numbers == [128, 256, 64, 8, 3, 5, 2, 7]
+    assert Launch(*launch.numbers) == launch
+
+
 def test_a_launch_is_checked() -> None:
     for wrong, reason in (({"bm": 96}, "bm=96 is not a power of two"), ({"split": 0}, "split=0 is less than 1")):
         with pytest.raises(ValueError, match=reason):

@@ -23,7 +23,7 @@ The ranking is a function of sizes, not a search: it must be the same on all ran
 capture. A caller that has measured passes its own `Launch`; the ranking then lists what is worth measuring.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class Launch:
     @cached_property
     def numbers(self) -> list[int]:
         """The fields as a list, as an op takes them. `Launch(*numbers)` restores it."""
-        return [getattr(self, part.name) for part in fields(self)]
+        return [self.bm, self.bn, self.bk, self.warps, self.stages, self.group, self.resident, self.split]
 
     def __str__(self) -> str:
         shared = f" x{self.resident}" if self.resident > 1 else ""

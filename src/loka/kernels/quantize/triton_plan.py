@@ -53,7 +53,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """Return the plan for an x [M, K] with unit stride along K. `near`: it starts at a multiple of 4 bytes."""
     (m, k), turned = shape, (shape[1], shape[0])
-    want, want_t = (Spec.parse(text) if text else None for text in (spec, transpose))
+    want, want_t = _parse(spec), _parse(transpose)
     out, out_t = _output_of(want), _output_of(want_t)
     shared = want is not None and want_t is not None and share_scale(want, want_t)
     made = (
@@ -83,6 +83,12 @@ def plan_of(
         return Plan(*made, None, None, grouped, itemgetter(0, 1, 2, 3, 4))
     both = kernels.bind_both(m, k, stride, wide, words, out, out_t, parts, seed, backwards=maxima is not None)
     return Plan(*made, maxima, reduce, both, tuple)
+
+
+@lru_cache
+def _parse(text: str) -> Spec | None:
+    """Return a spec, None for ""; cached for the plans that are not."""
+    return Spec.parse(text) if text else None
 
 
 def share_scale(spec: Spec, transpose: Spec) -> bool:
