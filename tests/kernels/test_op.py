@@ -94,6 +94,26 @@ def test_a_kernel_runs_on_the_gpu_of_its_tensors(current: int, entered: list[int
     assert on_device(lambda a: a)(torch.ones(1)) == 1  # no GPU is asked for
 
 
+@pytest.mark.parametrize(("current", "entered"), [(0, [1]), (1, [])], ids=["another GPU is current", "its own is"])
+def test_past_the_dispatcher_a_kernel_runs_on_the_gpu_of_its_tensors(current: int, entered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    seen: list[int] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        seen.append(index)
+        yield
+
+    monkeypatch.setattr(op_module, "_current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    x = torch.ones(3)
+    with torch.no_grad(), monkeypatch.context() as pretended:
+        pretended.setattr(Tensor, "is_cuda", True)
+        pretended.setattr(Tensor, "get_device", lambda self: 1)
+        made = twice(x)
+    assert torch.equal(made, torch.full((3,), 2.0))
+    assert seen == entered
+
+
 CALLS: list[bool] = []
 
 
