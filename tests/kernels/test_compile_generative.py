@@ -245,7 +245,8 @@ def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
     assert len(compiled.asm["cubin"]) > 0
     few_rows = configuration[2] == "in parts"  # tiles of 16 rows are multiplied by another instruction
     assert ("wgmma.mma_async" in ptx) == (name in MULTIPLIES and not few_rows)
-    assert ("mma.sync" in ptx) == few_rows
+    if few_rows:
+        assert "mma.sync" in ptx
     if name == "_attend_low":
         products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
         assert products
