@@ -20,7 +20,7 @@ TRAINED = (
 )
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
 INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_plain.json, tune_zoo_serve.json, zoo_wukong_infer.json and zoo_inference.json -->"
-SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json and serving_ranker.json -->"
+SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json, serving_generative_3000.json and serving_ranker.json -->"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 END = "<!-- end of numbers -->"
@@ -33,7 +33,7 @@ SECTIONS = (
     ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
      "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
      "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),
-    ("One call of tune", "tune_zoo_plain.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_plain.json, trained_wukong.json, trained.json", zoo.tune_table,
+    ("One call of tune", "tune_zoo_plain.json, tune_zoo_encoder.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_plain.json, trained_wukong.json, trained.json", zoo.tune_table,
      "The same models, trained for 500 steps on labels of a fixed teacher, or for a third of a training run on real data (Census-Income), then tuned on batches they had not seen. Each row gives speed and loss of one configuration. "
      "The step is forward and backward without an optimizer. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
     ("Fast and loss-neutral in one configuration", "trained_plain.json, trained_wukong.json, trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
@@ -56,6 +56,8 @@ SECTIONS = (
      "A frozen model as an AOTInductor package, compared with the same model compiled, both without a CUDA graph. A package launches its kernels without Python. The results of a deep FP8 model move if its inputs are rounded differently, here by more than the package differs."),
     ("Embedding rows in 8 bits", "tables.json", kernels.rows_table,
      "Lookups of 65,536 bags of 20 items in 10 million rows, and the fused update of a step (rowwise Adagrad, stochastic rounding, duplicates summed first). In brackets: lookups over bf16 rows, updates over float32 rows. By Zipf's law one row has 6 % of all items, and most lookups are answered by the cache."),
+    ("Packing for collectives", "wire.json", kernels.wire_table,
+     "134 million elements into bytes with their scales inline, as all-to-all, all-gather and reduce-scatter send them, and back. The copy is a kernel that reads and writes as many bytes in all; packing reads more of them than it writes, which is why it can be above 100 %."),
     ("The choice of kernels", "dispatch/dispatch.json", kernels.dispatch_table,
      "Time of the kernels chosen by a plan from database rows, relative to the fastest kernel available."),
     ("scaled_mm", "scaled_mm.json", lambda: kernels.bench_table("h200/scaled_mm.json"), "The GEMM alone, without quantization."),
@@ -65,9 +67,9 @@ SECTIONS = (
     ("What a probe costs", "probe_overhead.json", kernels.probe_table, "Statistics of every linear, including gradients, on one step in 100."),
     ("The kernels of generation", "generative_kernels.json", lambda: kernels.bench_table("h200/generative_kernels.json"),
      "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context. The record has every tile that was tried."),
-    ("The generative engine", "onerec_engine.json", generative.engine_table,
+    ("The generative engine", "onerec_engine.json, onerec_engine_3000.json", generative.engine_table,
      "One batch through OneRec's beam search. Weights are random: this measures speed, not quality."),
-    ("Served under a deadline", "serving_generative.json, serving_ranker.json", serving.serving_table,
+    ("Served under a deadline", "serving_generative.json, serving_generative_3000.json, serving_ranker.json", serving.serving_table,
      "One process runs our scheduler and the engine; HTTP is in the same process (OneRec) or in eight front processes (rankers, `loka serve --fronts 8`). Another process, four for rankers, sends HTTP requests in an open loop at 1.5 times the rate that the engine sustains, or at 60 % of that, whichever gave more answers in time; the first 0.3 s to a ranker are not counted. Answers equal those of the engine alone, bit for bit. "
      "Weights are random: this measures speed."),
     ("FP8 in trained generative models", "onerec_quality.json", generative.generative_quality_table,

@@ -205,6 +205,22 @@ def rows_table() -> str | None:
     return table(head, rows)
 
 
+def wire_table() -> str | None:
+    """Return what packing and unpacking take, as shares of a copy of the same bytes."""
+    found = read("h200/wire.json")
+    if found is None:
+        return None
+    seen = {row["rows"]: row for row in found["wire"]}
+    rows = []
+    for name, row in seen.items():
+        kind, _, rest = name.partition(" ")
+        if kind == "pack":
+            other = seen[f"unpack {rest}"]
+            spec, _, dtype = rest.partition(" ")
+            rows.append([f"`{spec}`", dtype, *(f"{x['microseconds']:.0f} ({x['share_of_copy']:.0%})" for x in (row, other))])  # fmt: skip
+    return table(["codec", "of", "pack, us (of a copy's bandwidth)", "unpack, us"], rows)
+
+
 ATTENTION = {
     "hstu, 64 to 320": "HSTU, 256 histories of 64 to 320, 8 heads of 128",
     "hstu, 410 to 2048": "HSTU, 16 histories of 410 to 2,048, 8 heads of 128",

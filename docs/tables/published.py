@@ -288,10 +288,10 @@ def _engine(engine: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _alone(engine: dict[str, Any]) -> tuple[str, str]:
+def _alone(engine: dict[str, Any], newer: dict[str, Any]) -> tuple[str, str]:
     seen = {
         s["context"]: [s[f"throughput {r} / bf16 engine"]["value"] for r in ("fp8", "fp8 mixed")]
-        for s in engine["summary"]
+        for s in (*engine["summary"], *newer["summary"])
     }
     text = "; ".join(
         f"{ours:.2f}x with the published recipe and {mixed:.2f}x with ours at context {c:,}"
@@ -345,8 +345,8 @@ CLAIMS: tuple[tuple[str, str, str, Callable[..., tuple[str, str]]], ...] = (
     ("Training time compared with FP32", "-30 %, accuracy within 1 %", "h200/zoo_float32.json, h200/trained_plain.json", _float32),
     ("In production", "5 to 20 % training, 10 to 17 % serving", "", lambda: (ELSEWHERE, "needs the production models and 64 GPUs")),
     ("Precisions of production models", "95 % train in TF32, 99 % serve in FP16", "", lambda: (ELSEWHERE, "a statement about one company's models")),
-    ("OneRec-V2 in FP8: latency and throughput of the whole stack", "-49 %, +92 %", "h200/onerec_engine.json", _engine),
-    ("FP8 alone", "+42 % throughput", "h200/onerec_engine.json", _alone),
+    ("OneRec-V2 in FP8: latency and throughput of the whole stack", "-49 %, +92 %", "h200/onerec_engine_3000.json", _engine),
+    ("FP8 alone", "+42 % throughput", "h200/onerec_engine.json, h200/onerec_engine_3000.json", _alone),
     ("Recommendations unchanged", "core metrics of an online A/B unchanged", "h200/onerec_quality.json, h200/onerec_wide.json?", _quality),
     ("Beams that FP8 and bf16 share, n >= 50 (FlashRec, dense)", "70 to 76 %", "h200/onerec_quality.json", _overlap),
     ("Which matrices are sensitive (OneRec-1.7B, a public experiment)", "gate most, down least; 2.8 % of top-k metrics per token", "h200/onerec_quality.json", _sensitive),

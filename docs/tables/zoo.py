@@ -169,6 +169,7 @@ def tune_table() -> str | None:
     """Return one configuration per row: step and loss compared with bf16."""
     found = _newest(
         "tune_zoo_plain",
+        "tune_zoo_encoder",
         "tune_zoo_wukong",
         "tune_zoo_serve",
         "tune_zoo",
