@@ -103,7 +103,11 @@ def describe_online(found: OnlineTest) -> str:
         f"requests {' / '.join(f'{n:,}' for n in found.requests)}, {found.duplicates:,} repeated and left out",
     ]
     for m in found.metrics:
-        change = "too few users yet" if m.change is None else f"{100 * m.change.value:+.2f} % [{100 * m.change.low:+.2f}, {100 * m.change.high:+.2f}]"  # fmt: skip
+        change = (
+            "too few users yet"
+            if m.change is None
+            else f"{100 * m.change.value:+.2f} % [{100 * m.change.low:+.2f}, {100 * m.change.high:+.2f}]"
+        )
         lines.append(
             f"{m.metric:16} {m.baseline:.5g} -> {m.candidate:.5g}: {change}, margin {100 * m.margin:g} %: {m.outcome}"
         )

@@ -184,7 +184,8 @@ def table(record: Analysis, *, every: bool) -> str:
                     f"{x.kurtosis:9.2f} {row.crest_bits:9.1f} {row.underflow:8.2%}"
                 )
     lines.append(
-        "crest: the largest magnitude of a row over its root mean square, in bits (99th percentile); zeroed: share that E4M3 with one scale per row rounds to 0"
+        "crest: the largest magnitude of a row over its root mean square, in bits (99th percentile); zeroed: "
+        "share that E4M3 with one scale per row rounds to 0"
     )
     lines += [f"{m.name}: {m.likeness} ({'; '.join(m.reasons)})" for m in record.models]
     lines += [

@@ -127,7 +127,8 @@ def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None
             model.load_state_dict(load_file(path))
     except SafetensorError as error:
         raise ValueError(
-            f"{option} {path}: not a safetensors file, or a damaged one ({error}); expected a .safetensors file or the folder of a checkpoint"
+            f"{option} {path}: not a safetensors file, or a damaged one ({error}); expected a .safetensors file "
+            "or the folder of a checkpoint"
         ) from error
     except (RuntimeError, OSError) as error:
         raise ValueError(f"{option} {path}: {error}") from error

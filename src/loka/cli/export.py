@@ -49,9 +49,16 @@ def export(
 
     check_file("--out", out)
     if model.endswith(".json"):
-        raise ValueError(f"{model} is a file, expected a model; hint: a plan for another library is written by loka translate {model} torchao")  # fmt: skip
+        raise ValueError(
+            f"{model} is a file, expected a model; hint: a plan for another library is written by loka translate "
+            f"{model} torchao"
+        )
     if Path(model).is_dir():
-        if given := [name for name, value in {"plan": plan, "recipe": recipe, "weights": weights, "data": data}.items() if value is not None]:  # fmt: skip
+        if given := [
+            name
+            for name, value in {"plan": plan, "recipe": recipe, "weights": weights, "data": data}.items()
+            if value is not None
+        ]:
             raise ValueError(f"{model} is a ranker's folder, which has its own {given[0]}: leave out --{given[0]}")
         network, example = _open_folder(Path(model), factory, batch_size, device)
     elif factory is not None:
@@ -77,7 +84,16 @@ def _open_folder(folder: Path, factory: str | None, rows: int, device: str) -> t
     return bundle.model, draw_batch(bundle.schema, rows, device)
 
 
-def _open_model(model: str, data: str | None, plan: Path | None, recipe: str | None, weights: Path | None, rows: int, seed: int, device: str) -> tuple[Any, Any]:  # fmt: skip
+def _open_model(
+    model: str,
+    data: str | None,
+    plan: Path | None,
+    recipe: str | None,
+    weights: Path | None,
+    rows: int,
+    seed: int,
+    device: str,
+) -> tuple[Any, Any]:
     """Build a model, convert and freeze it; return it with the arguments it is called with on one batch."""
     from loka import placing, records
     from loka.cli.convert import load_weights_from

@@ -114,7 +114,10 @@ def tell(found: LoadTest) -> str:
         [
             f"{found.model} at {found.url}: {found.offered:,} requests, {found.rate:g}/s for {found.seconds:g} s ({found.arrivals})",
             f"answers by status   {', '.join(f'{code}: {count:,}' for code, count in found.codes.items())}",
-            f"within {found.sla_ms:g} ms        {found.good:,}, {found.goodput:.1f} a second; late {found.late:,} ({found.late_share:.2%} of the accepted)",
+            (
+                f"within {found.sla_ms:g} ms        {found.good:,}, {found.goodput:.1f} a second; "
+                f"late {found.late:,} ({found.late_share:.2%} of the accepted)"
+            ),
             f"latency ms          {spell(found.latency_ms)}",
             f"429 decided in ms   {spell(found.shed_ms)}",
             f"generator late ms   {spell(found.send_lag_ms)}",

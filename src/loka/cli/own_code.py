@@ -107,7 +107,10 @@ def find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
 
 def _cross_entropy(output: Any, targets: Any) -> Tensor:
     if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
-        raise ValueError(f"without --loss the model returns logits and targets are labels, both tensors; got {type(output).__name__} and {type(targets).__name__}; hint: --loss pkg.module:fn")  # fmt: skip
+        raise ValueError(
+            "without --loss the model returns logits and targets are labels, both tensors; got "
+            f"{type(output).__name__} and {type(targets).__name__}; hint: --loss pkg.module:fn"
+        )
     return F.binary_cross_entropy_with_logits(
         output.float(), targets.to(output).float().reshape(output.shape), reduction="none"
     )

@@ -76,7 +76,8 @@ def serve(
         raise ValueError(f"--fronts {fronts}: expected a number of processes, or 0 for none")
     if on == "ray" and fronts:
         raise ValueError(
-            f"--fronts {fronts} is for a server on one machine: on Ray, HAProxy distributes requests and every replica reads its own; hint: --replicas"
+            f"--fronts {fronts} is for a server on one machine: on Ray, HAProxy distributes requests and every "
+            "replica reads its own; hint: --replicas"
         )
     if body is not None and body < 1:
         raise ValueError(f"--body {body}: expected KiB, at least 1")
@@ -162,8 +163,18 @@ def tell(server: Server, as_json: bool) -> None:
             typer.echo(json.dumps({**found, "models": arms}))
         else:
             for arm in arms:
-                typer.echo(f"{arm['model']} {arm['version']}: batches of up to {spell_caps(arm['caps'])} within {arm['sla_ms']:g} ms", err=True)  # fmt: skip
-            typer.echo(f"ready after {found['seconds']} s: {server.url}/v1/recommend" + (f", live page {server.admin_url}" if server.admin_url else ""), err=True)  # fmt: skip
+                typer.echo(
+                    (
+                        f"{arm['model']} {arm['version']}: batches of up to {spell_caps(arm['caps'])} within "
+                        f"{arm['sla_ms']:g} ms"
+                    ),
+                    err=True,
+                )
+            typer.echo(
+                f"ready after {found['seconds']} s: {server.url}/v1/recommend"
+                + (f", live page {server.admin_url}" if server.admin_url else ""),
+                err=True,
+            )
 
     threading.Thread(target=wait, daemon=True).start()
 

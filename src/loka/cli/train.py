@@ -288,7 +288,10 @@ def check_tables(
     if is_sequence and (how is None or how.needs_tables):
         problems.append("sequence models tie their tables to the output: they keep float32 rows, on every rank")
     if model == "onerec" and distributed:
-        problems.append("onerec's beam search calls parts of the model directly, and no rank holds them whole; hint: hstu trains on many processes")  # fmt: skip
+        problems.append(
+            "onerec's beam search calls parts of the model directly, and no rank holds them whole; hint: "
+            "hstu trains on many processes"
+        )
     if mods and distributed:
         problems.append("--mods rewrites a model in one process; hint: rewrite it first, then give --from")
     if problems:

@@ -240,6 +240,7 @@ def _require_clock(clock: StepClock | None, codecs: Sequence[Codec | None]) -> S
     stochastic = [str(codec) for codec in codecs if codec is not None and codec.is_stochastic]
     if stochastic and clock is None:
         raise ValueError(
-            f"{', '.join(stochastic)} rounds stochastically and needs clock=StepClock(), whose step you set: without it a resumed run would round differently"
+            f"{', '.join(stochastic)} rounds stochastically and needs clock=StepClock(), whose step you set: "
+            "without it a resumed run would round differently"
         )
     return clock or StepClock()

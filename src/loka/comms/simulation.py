@@ -136,7 +136,10 @@ class Simulated:
         return self.compute / self.step
 
     def __str__(self) -> str:
-        parts = f"compute {1e3 * self.compute:.2f}, dense {1e3 * self.dense:.2f}, tables {1e3 * self.tables:.2f}, codec {1e3 * self.coding:.2f} ms"
+        parts = (
+            f"compute {1e3 * self.compute:.2f}, dense {1e3 * self.dense:.2f}, tables {1e3 * self.tables:.2f}, "
+            f"codec {1e3 * self.coding:.2f} ms"
+        )
         return f"simulated: {self.gpus:5} GPUs, {self.codec:16} {1e3 * self.step:8.2f} ms a step ({self.efficiency:.0%} computing: {parts})"
 
 

@@ -88,7 +88,8 @@ class _RefusingCodec(EmbeddingCodec):
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
         raise ValueError(
-            f"a row-wise table is reduce-scattered by TorchRec, which cannot add {self.codec}; hint: loka.comms.torchrec.distribute_rows(model)"
+            f"a row-wise table is reduce-scattered by TorchRec, which cannot add {self.codec}; hint: "
+            "loka.comms.torchrec.distribute_rows(model)"
         )
 
 

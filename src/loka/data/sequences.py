@@ -118,7 +118,8 @@ class SequenceStream(Generic[B]):
     ) -> None:
         if batch_size < 1 or seed < 0 or epoch < 0 or not 0 <= rank < world:
             raise ValueError(
-                f"batch_size must be at least 1, seed and epoch not negative, rank in [0, world), got {batch_size}, {seed}, {epoch}, rank {rank} of {world}"
+                "batch_size must be at least 1, seed and epoch not negative, rank in [0, world), "
+                f"got {batch_size}, {seed}, {epoch}, rank {rank} of {world}"
             )
         order = np.arange(rows)
         if shuffle:

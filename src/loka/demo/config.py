@@ -106,7 +106,10 @@ class DemoResult:
         """Summarize what happened in six lines."""
         change = {name: f"{found.relative_change.value:+.3%}" for name, found in self.comparisons.items()}
         return [
-            f"{self.converted} of {self.linears} linears run in FP8, {self.share:.1%} of the model's GEMM FLOPs; tuned in {sum(self.tuning.seconds.values()):.0f} s: {self.tuning.verdict}",
+            (
+                f"{self.converted} of {self.linears} linears run in FP8, {self.share:.1%} of the model's GEMM FLOPs; "
+                f"tuned in {sum(self.tuning.seconds.values()):.0f} s: {self.tuning.verdict}"
+            ),
             f"planned FP8: {spell_comparison(self.comparisons['planned'])}",
             f"naive FP8:   {spell_comparison(self.comparisons['naive'])}",
             f"noise of training, float32 against itself: {change['control']}; FP8 swapped in without further training: planned "

@@ -131,7 +131,13 @@ class Demo:
     def _size(self) -> None:
         """Estimate the gain of FP8 on a GPU, for this model and for one of a size that FP8 is meant for."""
         here, large = (self._estimate(size) for size in (self.config.size, self.config.large))
-        sizes = SizeEstimates(target=self.config.target, method=str(Estimator(self.config.target)), here=here, large=large, environment=self._environment())  # fmt: skip
+        sizes = SizeEstimates(
+            target=self.config.target,
+            method=str(Estimator(self.config.target)),
+            here=here,
+            large=large,
+            environment=self._environment(),
+        )
         records.save(sizes, self._record("sizes"))
 
     def _estimate(self, size: str) -> SizeEstimate:

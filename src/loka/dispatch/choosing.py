@@ -238,7 +238,10 @@ def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training:
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     sites = [looked.sites[name] for name in offer.unit.linears]
     harms = [site.total_harm(recipe, training=training) for site in sites]
-    return [Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}") for site, harm in zip(sites, harms, strict=True)]  # fmt: skip
+    return [
+        Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}")
+        for site, harm in zip(sites, harms, strict=True)
+    ]
 
 
 def _recipe_of_site(site: SiteLook, unit: UnitPlan, training: bool) -> str:
@@ -264,7 +267,10 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
     for gemm in GEMMS[1:] if training else ():
         backward = site.harm.get((gemm, recipe))
         if backward is not None and (seen := limits.judged(backward)) > limits.backward:
-            return f"{way}: rounding in {gemm} may change the loss by {seen:.4%}, more than {limits.backward_is}{limits.hint(seen, limits.backward)}"
+            return (
+                f"{way}: rounding in {gemm} may change the loss by {seen:.4%}, more than "
+                f"{limits.backward_is}{limits.hint(seen, limits.backward)}"
+            )
     return None
 
 
@@ -316,11 +322,26 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
             scales = unit.scales if len(links) > 1 or unit.scales == "calibrated" else "dynamic"
             names = {part.linear for part in links}
             magnitudes = {name: value for name, value in unit.magnitudes.items() if name in names}
-            yield msgspec.structs.replace(unit, name=links[0].linear, links=links, scales=scales, bounded_input=bounded, magnitudes=magnitudes, around=None)  # fmt: skip
+            yield msgspec.structs.replace(
+                unit,
+                name=links[0].linear,
+                links=links,
+                scales=scales,
+                bounded_input=bounded,
+                magnitudes=magnitudes,
+                around=None,
+            )
         links, bounded = [], link is not None and link.norm == "block"
 
 
-def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, UnitEvidence], kept: Mapping[str, str], *, training: bool) -> tuple[list[UnitPlan], list[SitePlan]]:  # fmt: skip
+def to_plan_parts(
+    offers: list[Offer],
+    looked: Looked,
+    evidence: Mapping[str, UnitEvidence],
+    kept: Mapping[str, str],
+    *,
+    training: bool,
+) -> tuple[list[UnitPlan], list[SitePlan]]:
     """Turn accepted offers into the units of a plan, and one site plan for every observed linear.
 
     `evidence` are measurements by offer name, `kept` the reasons why linears stay in high precision, by linear name.

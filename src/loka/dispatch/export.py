@@ -59,7 +59,10 @@ def to_transformer_engine(plan: Plan) -> str:
         by_gemms.setdefault(off, []).append(site.site)
     whole = [*by_gemms.pop(GEMMS, [])]
     everywhere = [name for names in by_gemms.values() for name in names]
-    lines = ["# Made by loka from a plan, for nvdlfw_inspect: GEMMs that stay in high precision inside fp8_autocast.", "# Scaling is TransformerEngine's own recipe: it cannot express the plan's Specs."]  # fmt: skip
+    lines = [
+        "# Made by loka from a plan, for nvdlfw_inspect: GEMMs that stay in high precision inside fp8_autocast.",
+        "# Scaling is TransformerEngine's own recipe: it cannot express the plan's Specs.",
+    ]
     lines += [f"# in high precision by the plan: {name}" for name in whole]
     lines += [f"# left in high precision: {name}: {why}" for name, why in left_out.items()]
     pattern = rf"^(?!(?:{_alternatives(everywhere)})$).*$" if everywhere else ".*"

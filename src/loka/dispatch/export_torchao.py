@@ -88,7 +88,8 @@ def refuse_chains(plan: Plan) -> None:
     """Raise ValueError if a plan has chains: an export without them would be a different plan."""
     if chained := [name for unit in plan.units for name in unit.linears]:
         raise ValueError(
-            f"the plan runs {', '.join(chained[:6])} in FP8 chains, which no other tool can; hint: report.plan(chains=False) decides every linear by itself"
+            f"the plan runs {', '.join(chained[:6])} in FP8 chains, which no other tool can; hint: "
+            "report.plan(chains=False) decides every linear by itself"
         )
 
 

@@ -52,5 +52,8 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     )
     words = f"{change:+.4%}, allowed {allowed:.4%}{share}"
     if not resolved and margin < COARSE_MARGIN:
-        words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts for the ends of the interval, and {margin:.4%} for the change"
+        words += (
+            f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts for the ends of the interval, "
+            f"and {margin:.4%} for the change"
+        )
     return Allowance(allowed, within, words)

@@ -174,7 +174,10 @@ def _refuse_chains(policy: Policy) -> str | None:
     if policy.max_metric_change is not None:
         return "a budget of the metric is spent linear by linear"
     if policy.min_speedup is not None and policy.chains is None:
-        return f"a speed-up over {policy.min_speedup:g} is asked for, and a report has no time of a chain; hint: loka.tune times them; chains=True places them untimed"
+        return (
+            f"a speed-up over {policy.min_speedup:g} is asked for, and a report has no time of a chain; hint: "
+            "loka.tune times them; chains=True places them untimed"
+        )
     return None
 
 
@@ -380,7 +383,10 @@ def _explain(candidate: Candidate, policy: Policy, site: Site | None, units: int
         reason = f"{candidate.recipe}: predicted change of the loss {harm.value:.4%}, margin {policy.margin:.3%}"
     else:
         assert error is not None  # _refuse rejects candidates without a measured error
-        reason = f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}; what it does to the loss was not measured"
+        reason = (
+            f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}; "
+            "what it does to the loss was not measured"
+        )
     if policy.min_speedup is None or candidate.speedup is None:
         return f"{reason}; the finest recipe that passes, speed not considered"
     return f"{reason}; {candidate.speedup.value:.2f}x, the fastest that passes"

@@ -95,7 +95,10 @@ def _evidence_for(measured: list[Candidate], backend: str) -> Candidate:
 def _describe_row(origin: Origin, measured_at: int, m: int, weights: Weights) -> str:
     at = f"M {m}" if m == measured_at else f"M {measured_at}, the bucket of {m}"
     commit = f", commit {origin.commit[:12]}" if origin.commit else ""
-    return f"database row of {origin.date[:10]}, {origin.device}, driver {origin.driver}, torch {origin.torch}{commit}; {at}, weights {weights}"
+    return (
+        f"database row of {origin.date[:10]}, {origin.device}, driver {origin.driver}, torch {origin.torch}{commit}; "
+        f"{at}, weights {weights}"
+    )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,16 @@ class Agreement:
         return self.difference <= (max(CLOSE, moved) if tolerance is None else tolerance)
 
 
-def compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[str], expected: list[Tensor], *, dynamic: bool, tolerance: float | None) -> Agreement:  # fmt: skip
+def compare(
+    run: Run,
+    model: nn.Module,
+    arguments: Arguments,
+    inputs: Sequence[str],
+    expected: list[Tensor],
+    *,
+    dynamic: bool,
+    tolerance: float | None,
+) -> Agreement:
     """Compare a file with the model, at the example's rows and, if they are dynamic, at 3 more.
 
     Args:
@@ -80,8 +89,16 @@ def compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[s
     moved = None if close or tolerance is not None else _move(model, arguments, expected)
     found = Agreement(worst, rows, moved)
     if not found.accepts(tolerance):
-        own = "" if moved is None else f", and more than the {moved:.3g} that the model's own results move if its inputs are rounded differently"  # fmt: skip
-        raise ValueError(f"the exported file differs from the model by {worst:.3g} (relative L2), more than {CLOSE if tolerance is None else tolerance:g}{own}; nothing was written; hint: a larger tolerance=, if that is acceptable")  # fmt: skip
+        own = (
+            ""
+            if moved is None
+            else f", and more than the {moved:.3g} that the model's own results move if its inputs are rounded differently"
+        )
+        raise ValueError(
+            f"the exported file differs from the model by {worst:.3g} (relative L2), more than "
+            f"{CLOSE if tolerance is None else tolerance:g}{own}; nothing was written; hint: a larger tolerance=, "
+            "if that is acceptable"
+        )
     return found
 
 

@@ -90,9 +90,17 @@ class Exported:
 
     def __str__(self) -> str:
         sizes = " and ".join(map(str, self.rows))
-        lines = [f"{self.path}: {self.format}, {self.path.stat().st_size / 1e6:,.1f} MB; differs from the model by {self.difference:.2g} (relative L2) at {sizes} rows"]  # fmt: skip
+        lines = [
+            (
+                f"{self.path}: {self.format}, {self.path.stat().st_size / 1e6:,.1f} MB; differs from the model by "
+                f"{self.difference:.2g} (relative L2) at {sizes} rows"
+            )
+        ]
         if self.moved is not None:
-            lines.append(f"  its own results move by {self.moved:.2g} if its inputs are rounded differently: FP8 layers multiply what flips")  # fmt: skip
+            lines.append(
+                f"  its own results move by {self.moved:.2g} if its inputs are rounded differently: "
+                "FP8 layers multiply what flips"
+            )
         lines += [f"  input {name}: {shape}" for name, shape in self.inputs.items()]
         lines += [f"  output {name}" for name in self.outputs]
         lines += [f"  not in the file: {name}, which is no tensor ({kind})" for name, kind in self.left_out.items()]
@@ -187,9 +195,15 @@ def _find_format(path: Path, asked: str | None) -> Format:
 
 def _check_model(model: nn.Module) -> None:
     if training := [name or type(model).__name__ for name, module in model.named_modules() if module.training]:
-        raise ValueError(f"{', '.join(training[:3])} is in training mode; expected a frozen model; hint: loka.convert(model, plan, freeze=True), or model.eval()")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(training[:3])} is in training mode; expected a frozen model; hint: loka.convert(model, plan, "
+            "freeze=True), or model.eval()"
+        )
     if scripted := [name or "the model" for name, module in model.named_modules() if is_scripted(module)]:
-        raise ValueError(f"{scripted[0]} is run by TorchScript, which torch.export cannot trace; hint: export the module it was scripted from")  # fmt: skip
+        raise ValueError(
+            f"{scripted[0]} is run by TorchScript, which torch.export cannot trace; hint: export the module it was "
+            "scripted from"
+        )
 
 
 def _check_results(expected: Sequence[Tensor], again: Sequence[Tensor], tolerance: float) -> None:
@@ -199,7 +213,10 @@ def _check_results(expected: Sequence[Tensor], again: Sequence[Tensor], toleranc
     if any(bool(widest(t).isnan().any()) for t in expected):
         raise ValueError("the model returns NaN for the example, so the file could not be compared with it")
     if not differ(again, expected) <= tolerance:
-        raise ValueError("the model returns other results if it is called with the same example again: it draws random numbers or keeps state, which a file does not do alike")  # fmt: skip
+        raise ValueError(
+            "the model returns other results if it is called with the same example again: it draws random numbers or "
+            "keeps state, which a file does not do alike"
+        )
 
 
 def _require_onnx() -> None:
@@ -244,7 +261,10 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
     rows = [t.shape[0] for t in tensors if t.dim()]
     if dynamic and 1 in rows:
         small = [name for name in inputs if arguments.tensors[name].dim() and arguments.tensors[name].shape[0] == 1]
-        raise ValueError(f"{', '.join(small)} has one row in the example, which tracing specializes on; hint: an example of two rows or more, or dynamic=False (--fixed)")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(small)} has one row in the example, which tracing specializes on; hint: "
+            "an example of two rows or more, or dynamic=False (--fixed)"
+        )
     free = tuple({0: torch.export.Dim.AUTO} if t.dim() and dynamic else None for t in tensors)
     flat = Flat(model, arguments, inputs).eval()
     try:
@@ -253,11 +273,17 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
     except ValueError:
         raise
     except GuardOnDataDependentSymNode as error:
-        raise ValueError(f"a branch or a size in this model depends on values of its inputs, and a file has one path: {_find_line(error)}") from error  # fmt: skip
+        raise ValueError(
+            "a branch or a size in this model depends on values of its inputs, and a file has one path: "
+            f"{_find_line(error)}"
+        ) from error
     except Exception as error:
         raise ValueError(f"torch.export cannot trace this model: {_first_line(error)}") from error
     if dynamic and not any(_is_free(size) for _, v in _inputs_of(program) for size in v.shape):
-        raise ValueError(f"the model fixes the number of rows to the example's {rows[0]} (its code, or another size of its inputs, depends on that number); hint: dynamic=False (--fixed)")  # fmt: skip
+        raise ValueError(
+            f"the model fixes the number of rows to the example's {rows[0]} (its code, or another size of its inputs, "
+            "depends on that number); hint: dynamic=False (--fixed)"
+        )
     if dynamic:
         _refuse_bounds(program, inputs)
     return program
@@ -278,9 +304,15 @@ def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
                 asked.append(f"rows of {name} {f'>= {rows.lower}' if rows.upper >= _MANY else f'from {rows.lower} to {rows.upper}'}")  # fmt: skip
     if not asked and not on_gpu:  # on a GPU our own GEMMs check whether rows are a multiple of their granularity
         guards = [guard for guard in getattr(program, "_guards_code", ()) if "==" not in guard or "%" in guard]
-        asked = [re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[0\]", lambda found: f"rows of {inputs[int(found[1])]}", guard) for guard in guards]  # fmt: skip
+        asked = [
+            re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[0\]", lambda found: f"rows of {inputs[int(found[1])]}", guard)
+            for guard in guards
+        ]
     if asked:
-        raise ValueError(f"the model branches on its number of rows and was traced for {'; '.join(asked)}: a package would take that branch for any number; hint: dynamic=False (--fixed), or a forward that does not branch")  # fmt: skip
+        raise ValueError(
+            f"the model branches on its number of rows and was traced for {'; '.join(asked)}: a package would take "
+            "that branch for any number; hint: dynamic=False (--fixed), or a forward that does not branch"
+        )
 
 
 def _is_free(size: Any) -> bool:
@@ -348,12 +380,24 @@ def _refuse_operators(program: Any) -> None:
             stack = list((node.meta.get("nn_module_stack") or {}).values())
             where = stack[-1][0].removeprefix("model.") if stack else "the model"
             kind = getattr(stack[-1][1], "__name__", stack[-1][1]) if stack else ""
-            problems[f"{where} ({str(kind).rpartition('.')[2]}): {node.target} is an op implemented in Python, which cannot be packaged"] = None  # fmt: skip
+            problems[
+                (
+                    f"{where} ({str(kind).rpartition('.')[2]}): {node.target} is an op implemented in Python, "
+                    "which cannot be packaged"
+                )
+            ] = None
     if problems:
         raise ValueError("this model cannot be exported:\n  " + "\n  ".join(problems))
 
 
-def _write_aoti(program: Any, path: Path, inputs: Sequence[str], outputs: Sequence[str], shapes: Mapping[str, str], device: torch.device) -> Run:  # fmt: skip
+def _write_aoti(
+    program: Any,
+    path: Path,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    shapes: Mapping[str, str],
+    device: torch.device,
+) -> Run:
     settings = {
         "aot_inductor.metadata": {
             "inputs": json.dumps(list(inputs)),
@@ -379,7 +423,15 @@ def _write_onnx(program: Any, path: Path, inputs: Sequence[str], outputs: Sequen
     program.graph.eliminate_dead_code()
     names, results = ([name.replace(".", "_") for name in each] for each in (inputs, outputs))
     try:
-        made = torch.onnx.export(program, dynamo=True, opset_version=OnnxOps.OPSET, input_names=names, output_names=results, external_data=False, verbose=False)  # fmt: skip
+        made = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OnnxOps.OPSET,
+            input_names=names,
+            output_names=results,
+            external_data=False,
+            verbose=False,
+        )
         assert made is not None
         made.save(str(path), external_data=False)
     except Exception as error:

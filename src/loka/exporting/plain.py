@@ -71,7 +71,17 @@ class PlainLinear(nn.Module):
     scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, *, fast_accum: bool, dtype: torch.dtype) -> None:  # fmt: skip
+    def __init__(
+        self,
+        weight: QTensor,
+        spec: Spec,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        ops: Ops,
+        *,
+        fast_accum: bool,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.fast_accum, self.like = fast_accum, _stand_in(dtype, weight.device)
         self.out_features, self.in_features = weight.shape
@@ -185,7 +195,10 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
         if module is not chain.linears[0]:
             return None
         if chain.frozen is None:
-            problems.append(f"{name}: a chain that is not frozen; hint: loka.convert(model, plan, freeze=True), or loka.placing.freeze_model(model)")  # fmt: skip
+            problems.append(
+                f"{name}: a chain that is not frozen; hint: loka.convert(model, plan, freeze=True), "
+                "or loka.placing.freeze_model(model)"
+            )
             return None
         for index, weight in enumerate(chain.frozen):
             spec = ROW_SPEC if index == 0 and chain.input_scale is None else STATIC_SPEC
@@ -210,7 +223,17 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
     return _check(name, quantize_weight(module.weight.detach(), bound.b), spec, scale, module.bias, ops, bound.fast_accum, dtype, problems)  # fmt: skip
 
 
-def _check(name: str, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, fast_accum: bool, dtype: torch.dtype, problems: list[str]) -> nn.Module | None:  # fmt: skip
+def _check(
+    name: str,
+    weight: QTensor,
+    spec: Spec,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    ops: Ops,
+    fast_accum: bool,
+    dtype: torch.dtype,
+    problems: list[str],
+) -> nn.Module | None:
     if reason := ops.refuse(spec, weight, dtype):
         problems.append(f"{name}: {reason}")
         return None

@@ -55,7 +55,10 @@ def take_apart(example: Any, parameters: Sequence[str] = ()) -> Arguments:
     else:
         made = _visit(example, "", found)
     if not found:
-        raise ValueError(f"the example is a {type(example).__name__} without a tensor in it; expected the arguments of one call of the model")  # fmt: skip
+        raise ValueError(
+            f"the example is a {type(example).__name__} without a tensor in it; expected the arguments of one call of "
+            "the model"
+        )
     return Arguments(found, made)
 
 

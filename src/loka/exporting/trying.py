@@ -85,8 +85,14 @@ class Tried:
         last = where if code < 0 else (words[-1] if words else "no output")
         hint = "format='onnx', or another version of torch"
         if code < 0 and has_own_libstdcxx(self.path):
-            hint = f"its code was linked by {find_compiler()} with its own copy of libstdc++, which conflicts with torch's: set CXX to a compiler that links libstdc++.so, e.g. CXX=/usr/bin/g++"
-        return f"the package does not run under torch {torch.__version__}: a process that tried it {ended} ({last}); nothing was written; hint: {hint}"
+            hint = (
+                f"its code was linked by {find_compiler()} with its own copy of libstdc++, which conflicts with "
+                "torch's: set CXX to a compiler that links libstdc++.so, e.g. CXX=/usr/bin/g++"
+            )
+        return (
+            f"the package does not run under torch {torch.__version__}: a process that tried it {ended} ({last}); "
+            f"nothing was written; hint: {hint}"
+        )
 
     def close(self) -> None:
         """End the process."""

@@ -70,7 +70,10 @@ class Bundle:
         options: dict[str, Any] = dict(self.info.settings) if name in (None, self.info.data) else {}
         found = load_sequences(name or self.info.data, root=root, source=source, **options)
         if int(self.index.items.max()) > found.n_items:
-            raise ValueError(f"the model knows items up to {int(self.index.items.max())}, {found.name} has {found.n_items}: not the data it was made from")  # fmt: skip
+            raise ValueError(
+                f"the model knows items up to {int(self.index.items.max())}, {found.name} has {found.n_items}: "
+                "not the data it was made from"
+            )
         return found
 
 

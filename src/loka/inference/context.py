@@ -119,4 +119,7 @@ def _check_gains(norms: list[PackedNorm]) -> None:
             raise ValueError(f"context_cache='e4m3' has no scales and needs a norm before keys and values; this model has none; {hint}")  # fmt: skip
         gain = 1.0 if norm.weight is None else float(norm.weight.float().square().mean().sqrt())
         if not GAINS[0] <= gain <= GAINS[1]:
-            raise ValueError(f"context_cache='e4m3' has no scales; norm {place} of the context has gains of {gain:.3g}, expected {GAINS[0]} to {GAINS[1]}; {hint}")  # fmt: skip
+            raise ValueError(
+                f"context_cache='e4m3' has no scales; norm {place} of the context has gains of {gain:.3g}, "
+                f"expected {GAINS[0]} to {GAINS[1]}; {hint}"
+            )

@@ -69,7 +69,10 @@ class Engine:
         if not isinstance(model, OneRec):
             raise ValueError(f"the engine runs OneRec models, got {type(model).__name__}")
         if chained := [name for name, _ in chains_of(model)]:
-            raise ValueError(f"the engine runs linears and experts, but {', '.join(chained[:5])} run as chains; hint: revert(model), then quantize by a recipe")  # fmt: skip
+            raise ValueError(
+                f"the engine runs linears and experts, but {', '.join(chained[:5])} run as chains; hint: "
+                "revert(model), then quantize by a recipe"
+            )
         self.config = config or EngineConfig()
         self.model_config = model.config
         self.device = torch.device(device or model.begin.weight.device)

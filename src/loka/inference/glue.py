@@ -167,7 +167,11 @@ class Glue:
         else:
             h = h if delta is None else h + delta
             plainly = norm.kind != "rms"
-            y = normalize(h, norm.kind, norm.weight, norm.bias, norm.eps) if plainly else compiled_rms(norm.eps, self.compiler)(h, norm.weight)  # fmt: skip
+            y = (
+                normalize(h, norm.kind, norm.weight, norm.bias, norm.eps)
+                if plainly
+                else compiled_rms(norm.eps, self.compiler)(h, norm.weight)
+            )
         x = y if spec is None else quantize(y, spec, backend=self.backends.get("quantize", "auto"))
         return x, y if plain else None, h
 

@@ -105,7 +105,11 @@ class TuneDuringTraining:
         if done < self.after or self._is_settled(model):
             return False
         if not (text := _agree(model, lambda: _read(self.plan_file))):
-            log.warning("loka: there is no %s, although the model is past step %d; it is tuned after the next step", self.plan_file, self.after)  # fmt: skip
+            log.warning(
+                "loka: there is no %s, although the model is past step %d; it is tuned after the next step",
+                self.plan_file,
+                self.after,
+            )
             return False
         plan, self._settled = from_json(text, Plan, source=str(self.plan_file)), True
         if plan.changes_nothing:

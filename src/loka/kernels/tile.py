@@ -207,7 +207,7 @@ def pack_rows(y0, y1, y2, y3):
     because Triton 3.6 was seen to store wrong bytes when one FP8 tensor is used in two layouts (NOTES.md, 2026-11-15).
     """
     return tl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        ("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, " "$3; mov.b32 $0, {low, high}; }"),
         "=r,f,f,f,f", [y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 

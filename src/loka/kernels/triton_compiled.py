@@ -150,7 +150,7 @@ def _take_launcher_apart(kernel: Any) -> tuple[Any, dict[int, Any]]:
 # What the launcher's `__call__` does for a kernel without scratch memory, by release.
 _CALL = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
 _CALL_3_6 = _CALL + "global_scratch, profile_scratch, *args)"
-_CALL_3_7 = _CALL + "kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, global_scratch, profile_scratch, self.arg_annotations, self.kernel_signature, args)"  # fmt: skip
+_CALL_3_7 = _CALL + ("kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, global_scratch, profile_scratch, " "self.arg_annotations, self.kernel_signature, args)")  # fmt: skip
 
 
 def _shorten(kernel: Any, launcher: Any) -> tuple[Any, tuple[Any, ...], bool]:

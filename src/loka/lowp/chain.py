@@ -115,7 +115,10 @@ class Chain(RunningChain, HandsOn):
             f"{type(m).__name__} after {part.link.linear}" for part in self.parts for m in part.passed if is_watched(m)
         ]
         if watched:
-            raise ValueError(f"{self.name}: {', '.join(watched)} has forward or backward hooks that would see other tensors; hint: remove them first")  # fmt: skip
+            raise ValueError(
+                f"{self.name}: {', '.join(watched)} has forward or backward hooks that would see other tensors; hint: "
+                "remove them first"
+            )
         if len({id(m) for m in modules}) < len(modules):
             raise ValueError(f"{self.name}: a module is in it twice; a module of a chain may be called only once")
         if taken := [type(m).__name__ for m in modules if CHAIN in m.__dict__]:

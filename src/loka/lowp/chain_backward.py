@@ -80,7 +80,9 @@ def _kept_z(kept: Kept, link: Link) -> QTensor | Tensor | None:
     return QTensor(kept.z, kept.z_scale, NORMALIZED if link.bounded else STATIC_SPEC)
 
 
-def _step_back(g: QTensor, w_t: QTensor, at: int, kept: list[Kept], layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[QTensor, QTensor]:  # fmt: skip
+def _step_back(
+    g: QTensor, w_t: QTensor, at: int, kept: list[Kept], layout: Layout, tensors: ChainTensors, made: Gradients
+) -> tuple[QTensor, QTensor]:
     """Compute g_{at} from g_{at+1} in one kernel: GEMM, derivative of the activation, FP8 both ways."""
     link, scale = layout.links[at], tensors.g_scale[at]
     assert scale is not None
@@ -132,7 +134,9 @@ def _given(q: QTensor, layout: Layout) -> QTensor:
     return QTensor(q.data, q.scale, GIVEN_SPECS[layout.precision.gradient_format]) if layout.delays_gradients else q
 
 
-def _norm_back(dy: Tensor, at: int, kept: Kept, layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[Tensor | QTensor, QTensor | None]:  # fmt: skip
+def _norm_back(
+    dy: Tensor, at: int, kept: Kept, layout: Layout, tensors: ChainTensors, made: Gradients
+) -> tuple[Tensor | QTensor, QTensor | None]:
     """Run backward through an activation and a layer or rms norm; with delayed gradient scales, write FP8 both ways."""
     link = layout.links[at]
     assert kept.z is not None

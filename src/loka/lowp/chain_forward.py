@@ -115,7 +115,19 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
         result = _fuse(a, w, bias, link, layout, out=NORMALIZED, scale=tensors.scale[at], keep=training, transpose=training, draw=draw)  # fmt: skip
         return Step(_as_q(result.y), result.y_t, None, result.z, result.rstd)
     if layout.primed:
-        result = _fuse(a, w, bias, link, layout, out=STATIC_SPEC, scale=tensors.scale[at], keep=training, transpose=training, amax=tensors.pending[at], draw=draw)  # fmt: skip
+        result = _fuse(
+            a,
+            w,
+            bias,
+            link,
+            layout,
+            out=STATIC_SPEC,
+            scale=tensors.scale[at],
+            keep=training,
+            transpose=training,
+            amax=tensors.pending[at],
+            draw=draw,
+        )
         return Step(_as_q(result.y), result.y_t, None, result.z)
     if link.plain and draw is None:
         y = run_plain(a, w, bias, layout)
@@ -128,7 +140,15 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
 def _run_normed(h: Tensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
     """Normalize, activate and quantize the 16-bit output of a GEMM."""
     link = layout.links[at]
-    norm: dict[str, Any] = {"norm": link.norm, "activation": link.activation, "weight": tensors.norm_weight[at], "bias": tensors.norm_bias[at], "eps": link.eps, "amax": tensors.pending[at], "dropout": tensors.draw(at, layout)}  # fmt: skip
+    norm: dict[str, Any] = {
+        "norm": link.norm,
+        "activation": link.activation,
+        "weight": tensors.norm_weight[at],
+        "bias": tensors.norm_bias[at],
+        "eps": link.eps,
+        "amax": tensors.pending[at],
+        "dropout": tensors.draw(at, layout),
+    }
     if layout.primed:
         made = norm_quantize(h, STATIC_SPEC, scale=tensors.scale[at], transpose=training, **norm)
         return Step(made.q, made.q_t, None, h, made.rstd, made.mean)
@@ -152,7 +172,20 @@ def raise_pending(pending: Tensor | None, x: Tensor) -> None:
         pending.copy_(torch.maximum(pending, find_amax(x)))
 
 
-def _fuse(a: QTensor, w: QTensor, bias: Tensor | None, link: Link, layout: Layout, *, out: Any, scale: Tensor | None = None, keep: bool = False, transpose: bool = False, amax: Tensor | None = None, draw: Dropout | None = None) -> FusedResult:  # fmt: skip
+def _fuse(
+    a: QTensor,
+    w: QTensor,
+    bias: Tensor | None,
+    link: Link,
+    layout: Layout,
+    *,
+    out: Any,
+    scale: Tensor | None = None,
+    keep: bool = False,
+    transpose: bool = False,
+    amax: Tensor | None = None,
+    draw: Dropout | None = None,
+) -> FusedResult:
     return fused_linear(
         a, w, out=out, out_scale=scale, bias=bias, norm_block=NORM_BLOCK if link.bounded else 0, activation=link.activation,
         slope=link.slope, keep=keep, transpose=transpose, amax=amax, dropout=draw, backend=layout.precision.fused_backend,

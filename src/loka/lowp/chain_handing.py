@@ -94,7 +94,11 @@ class StandIn(Tensor):
         if (mine is not None and name in _METADATA) or (name == "backward" and chain.ends_with(found)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if mine is not None and name in ("contiguous", "to", "float", "half", "bfloat16", "type_as") and _keeps(mine, name, args[1:], kwargs):  # fmt: skip
+        if (
+            mine is not None
+            and name in ("contiguous", "to", "float", "half", "bfloat16", "type_as")
+            and _keeps(mine, name, args[1:], kwargs)
+        ):
             return mine
         called = spell_call(func, args, kwargs)
         if called is not None and chain.pending is (mine if args else kwargs.get("input")):
@@ -123,7 +127,10 @@ def _keeps(tensor: StandIn, name: str, args: tuple[Any, ...], given: dict[str, A
         wanted = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "contiguous": dtype}
         return wanted.get(name, args[0].dtype if args else None) == dtype
     asked = [*args, *given.values()]
-    return bool(asked) and all(a == dtype if isinstance(a, torch.dtype) else isinstance(a, str | torch.device) and torch.device(a) == device for a in asked)  # fmt: skip
+    return bool(asked) and all(
+        a == dtype if isinstance(a, torch.dtype) else isinstance(a, str | torch.device) and torch.device(a) == device
+        for a in asked
+    )
 
 
 class HandsOn:

@@ -55,7 +55,10 @@ class InChain(nn.Module):
         refuse_script(self.__dict__[CHAIN].name)
 
     def _replicate_for_data_parallel(self) -> Any:
-        raise ValueError("the replicas of nn.DataParallel would share a chain's scales; hint: DistributedDataParallel, or loka.revert(model) first")  # fmt: skip
+        raise ValueError(
+            "the replicas of nn.DataParallel would share a chain's scales; hint: DistributedDataParallel, "
+            "or loka.revert(model) first"
+        )
 
 
 class Head(InChain):

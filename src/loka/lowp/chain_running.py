@@ -45,7 +45,17 @@ class RunningChain(ChainWeights):
             for part in self.parts
         )
         dropout = tuple(part.find_p() for part in self.parts)
-        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.input_scale is not None, dropout)  # fmt: skip
+        return Layout(
+            self.links,
+            self.precision,
+            dtype,
+            types,
+            biases,
+            self.primed,
+            self.gradients_primed,
+            self.input_scale is not None,
+            dropout,
+        )
 
     @staticmethod
     def draw_seed(layout: Layout, device: torch.device) -> Tensor | None:
@@ -115,13 +125,19 @@ class RunningChain(ChainWeights):
             for link, linear in zip(self.links[1:], self.linears[1:], strict=True)
             if "weight" in linear.__dict__  # not a parameter, and not a property, as a parametrization's is
         ]:
-            raise ValueError(f"{self.name}: the weight of {', '.join(made)} is made by a hook (prune, weight_norm), which runs after the chain has read it; hint: loka.revert(model), and convert again with the hook")  # fmt: skip
+            raise ValueError(
+                f"{self.name}: the weight of {', '.join(made)} is made by a hook (prune, weight_norm), "
+                "which runs after the chain has read it; hint: loka.revert(model), and convert again with the hook"
+            )
         if apart := [
             link.linear
             for link, linear in zip(self.links, self.linears, strict=True)
             if hasattr(linear.weight, "device_mesh")
         ]:
-            raise ValueError(f"{self.name}: {', '.join(apart)} is sharded separately from the rest of its chain; hint: fully_shard a module that contains the whole chain")  # fmt: skip
+            raise ValueError(
+                f"{self.name}: {', '.join(apart)} is sharded separately from the rest of its chain; hint: "
+                "fully_shard a module that contains the whole chain"
+            )
 
     def needs_gradient(self, x: Tensor) -> bool:
         """Return whether to run the differentiable form.
@@ -131,7 +147,10 @@ class RunningChain(ChainWeights):
         if self.frozen is None:
             return torch.is_grad_enabled()
         if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(f"{self.name} is frozen for serving and has no gradient, but its input requires one; hint: torch.no_grad(), or model.train()")  # fmt: skip
+            raise ValueError(
+                f"{self.name} is frozen for serving and has no gradient, but its input requires one; hint: "
+                "torch.no_grad(), or model.train()"
+            )
         return False
 
     def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None, of: Tensor | None = None) -> Tensor:

@@ -127,7 +127,14 @@ class ChainScales:
             return
         if not self._told:
             self._told = True
-            warnings.warn(f"{self.name}: {UNFILED} calls in training without a torch optimizer step, so its scales did not change; they are updated every {UNFILED} calls now; hint: loka.refresh(model) after every update of the weights", stacklevel=2)  # fmt: skip
+            warnings.warn(
+                (
+                    f"{self.name}: {UNFILED} calls in training without a torch optimizer step, so its scales did not "
+                    f"change; they are updated every {UNFILED} calls now; hint: loka.refresh(model) after every update of "
+                    "the weights"
+                ),
+                stacklevel=2,
+            )
         file_amax(self.remembered)
         self.after_step()
 

@@ -74,7 +74,16 @@ class Trace:
     """
 
     @torch.no_grad()
-    def __init__(self, chain: Chain, x: Tensor, dtype: torch.dtype, index: Tensor | None, *, graded: bool, seed: Tensor | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        chain: Chain,
+        x: Tensor,
+        dtype: torch.dtype,
+        index: Tensor | None,
+        *,
+        graded: bool,
+        seed: Tensor | None = None,
+    ) -> None:
         x = x.detach()
         self._pull: Callable[[Tensor, Tensor], Tensor] | None = None
         self._arrived: Tensor | None = None

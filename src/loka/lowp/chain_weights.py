@@ -113,7 +113,11 @@ class ChainWeights(ChainScales):
         self._folded_types = self._find_folded_types()
 
     def _find_folded_types(self) -> set[torch.dtype]:
-        tensors = [(part.linear.bias, part.norm.running_mean, part.norm.weight) for part in self.parts if isinstance(part.norm, nn.BatchNorm1d)]  # fmt: skip
+        tensors = [
+            (part.linear.bias, part.norm.running_mean, part.norm.weight)
+            for part in self.parts
+            if isinstance(part.norm, nn.BatchNorm1d)
+        ]
         return {tensor.dtype for three in tensors for tensor in three if tensor is not None}
 
     def _witnessed(self) -> Iterator[tuple[str, Tensor]]:

@@ -38,14 +38,21 @@ def fold(linear: nn.Linear, norm: nn.BatchNorm1d, name: str = "") -> tuple[Tenso
     refuse_training(norm, name)
     mean, shift, variance, gain, bias = statistics(linear, norm)
     factor = gain * torch.rsqrt(variance)
-    weight = linear.weight if linear.__dict__.get(PACKED) else (linear.weight.float() * factor[:, None].to(linear.weight.device)).to(linear.weight.dtype)  # fmt: skip
+    weight = (
+        linear.weight
+        if linear.__dict__.get(PACKED)
+        else (linear.weight.float() * factor[:, None].to(linear.weight.device)).to(linear.weight.dtype)
+    )
     return weight, ((bias - mean) * factor + shift).to(linear.weight.dtype)
 
 
 def refuse_training(norm: nn.Module | None, name: str) -> None:
     """Raise a ValueError if a norm folded into the linear `name` is in training mode."""
     if norm is not None and norm.training:
-        raise ValueError(f"{name}: the batch norm after it is folded into its weight, which requires eval mode, but is in training mode; hint: model.eval(), or loka.revert(model) to train")  # fmt: skip
+        raise ValueError(
+            f"{name}: the batch norm after it is folded into its weight, which requires eval mode, "
+            "but is in training mode; hint: model.eval(), or loka.revert(model) to train"
+        )
 
 
 def statistics(linear: nn.Linear, norm: nn.BatchNorm1d) -> Tensor:

@@ -131,7 +131,10 @@ class Guard:
 
     def __init__(self, model: nn.Module, config: GuardConfig | None = None, *, decide: Decide | None = None) -> None:
         if config is not None and not isinstance(config, GuardConfig):
-            raise ValueError(f"config is {type(config).__name__}, expected a GuardConfig; hint: loka.Guard(model), or loka.Guard(model, loka.lowp.GuardConfig(every=20))")  # fmt: skip
+            raise ValueError(
+                f"config is {type(config).__name__}, expected a GuardConfig; hint: loka.Guard(model), "
+                "or loka.Guard(model, loka.lowp.GuardConfig(every=20))"
+            )
         self.config = config or GuardConfig()
         self.decide = decide
         self.model, self._outer = unwrap(model), model

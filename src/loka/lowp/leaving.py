@@ -17,7 +17,10 @@ def refuse_script(name: str) -> NoReturn:
 
 def refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
     """Raise for an input whose dtype no low-precision GEMM writes, such as that of a model after `model.double()`."""
-    raise ValueError(f"{name or 'a linear'} is converted and its input is {dtype}: no low-precision GEMM writes that; hint: loka.revert(model) first, or an input in float32, bfloat16 or float16")  # fmt: skip
+    raise ValueError(
+        f"{name or 'a linear'} is converted and its input is {dtype}: no low-precision GEMM writes that; hint: "
+        "loka.revert(model) first, or an input in float32, bfloat16 or float16"
+    )
 
 
 def refuse_export(converted: Any) -> None:

@@ -78,7 +78,9 @@ def _gemm(a: QTensor, b: QTensor, bound: GemmWay, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _gradient_dtype(shape: tuple[int, int, int], bound: GemmWay, dtype: torch.dtype, wanted: torch.dtype, device: torch.device) -> torch.dtype:  # fmt: skip
+def _gradient_dtype(
+    shape: tuple[int, int, int], bound: GemmWay, dtype: torch.dtype, wanted: torch.dtype, device: torch.device
+) -> torch.dtype:
     """Return the parameter's dtype if the backend can write it, so that a float32 gradient is not rounded."""
     if wanted == dtype or wanted not in OUT_DTYPES:
         return dtype
@@ -92,7 +94,16 @@ class LinearFunction(torch.autograd.Function):
     """Autograd of x [M, K], weight [N, K] -> y [M, N] with three separate bindings."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, binding: LinearBinding, dtype: torch.dtype, needs: tuple[bool, bool], layouts: Layouts, *rest: Any) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        binding: LinearBinding,
+        dtype: torch.dtype,
+        needs: tuple[bool, bool],
+        layouts: Layouts,
+        *rest: Any,
+    ) -> Tensor:
         """Return y, and save what the needed gradients require."""
         given = Given(*rest)
         fprop, dgrad, wgrad = binding.fprop, binding.dgrad, binding.wgrad

@@ -73,7 +73,14 @@ class MaskedAttention(Op[PaddedAttention]):
         """Draw keys from the distribution, the rest normal, in a projection's layout: heads of a position adjacent."""
 
         def draw(part: int, kind: str = "normal") -> Tensor:
-            made = inputs.draw(call.rows * call.keys * call.heads, call.d, distribution=kind, seed=8 * seed + part, device=device, dtype=call.dtype)  # fmt: skip
+            made = inputs.draw(
+                call.rows * call.keys * call.heads,
+                call.d,
+                distribution=kind,
+                seed=8 * seed + part,
+                device=device,
+                dtype=call.dtype,
+            )
             return made.view(call.rows, call.keys, call.heads, call.d).transpose(1, 2)
 
         mask = torch.arange(call.keys, device=device) < torch.tensor(_lengths(call), device=device)[:, None]

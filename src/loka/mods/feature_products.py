@@ -144,7 +144,11 @@ def _parse_product(equation: str) -> bool | None:
     """Return True for "bnd,bdk->bnk", False for "bnd,bkd->bnk", None for any other contraction."""
     sides = equation.replace(" ", "").split("->")
     inputs = sides[0].split(",")
-    if len(sides) != 2 or [len(part) for part in (*inputs, sides[1])] != [3, 3, 3] or any(len(set(part)) < 3 for part in (*inputs, sides[1])):  # fmt: skip
+    if (
+        len(sides) != 2
+        or [len(part) for part in (*inputs, sides[1])] != [3, 3, 3]
+        or any(len(set(part)) < 3 for part in (*inputs, sides[1]))
+    ):
         return None
     other, out = inputs[1], sides[1]
     b, n, d = inputs[0][0], inputs[0][1], inputs[0][2]

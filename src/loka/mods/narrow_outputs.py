@@ -187,7 +187,12 @@ class NarrowOutputs:
         for name, linear in editor.modules(nn.Linear):
             assert isinstance(linear, nn.Linear)
             few = linear.out_features <= FEW
-            padded = FEW < linear.out_features < SEVERAL and linear.out_features % ALIGNED > 0 and linear.in_features >= DEEP and linear.in_features % ALIGNED == 0  # fmt: skip
+            padded = (
+                FEW < linear.out_features < SEVERAL
+                and linear.out_features % ALIGNED > 0
+                and linear.in_features >= DEEP
+                and linear.in_features % ALIGNED == 0
+            )
             if linear.in_features <= FEW or not (few or padded) or is_aligned(linear):
                 continue
             if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):

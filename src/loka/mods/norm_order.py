@@ -194,7 +194,10 @@ def _match_pre(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
         return None
     stream = _find_stream(flow, add)
     if stream is None or _is_shared(flow, add):
-        return "the sum before it is not x + f(x), or is read elsewhere too; hint: if the sum itself is the residual stream, the model is pre-norm already"
+        return (
+            "the sum before it is not x + f(x), or is read elsewhere too; hint: if the sum itself is the residual "
+            "stream, the model is pre-norm already"
+        )
     branch = next(value for value in add.inputs if value != stream)
     into = flow.ancestors(branch)
     found: dict[str, tuple[Key, ...]] = {}
@@ -204,7 +207,10 @@ def _match_pre(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
         span = _find_span(flow, norm.inside, reader, stream)
         if span is None:
             where = reader.site or f"the operation {reader.op}"
-            return f"{where} reads x for the branch, but is not a module called by the forward that adds; hint: give x + f(x) a module of its own"
+            return (
+                f"{where} reads x for the branch, but is not a module called by the forward that adds; hint: "
+                "give x + f(x) a module of its own"
+            )
         if len(flow.spans_of(span.name)) > 1 or len(names_of(editor.model, editor.model.get_submodule(span.name))) > 1:
             return f"{span.name}, which reads x, is used more than once"
         found[span.name] = tuple(key for key, value in span.arguments if value == stream)

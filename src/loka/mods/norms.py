@@ -31,9 +31,15 @@ def refuse_norm(norm: nn.Module) -> str | None:
     if isinstance(norm, Elsewhere):
         return "norm_order has moved it; mods.revert(model), then this mod before norm_order"
     if isinstance(norm, nn.modules.batchnorm._NormBase):
-        return f"{type(norm).__name__} keeps statistics over the batch, which a norm over features does not replace; hint: keep it, or build the model with nn.LayerNorm"
+        return (
+            f"{type(norm).__name__} keeps statistics over the batch, which a norm over features does not replace; "
+            "hint: keep it, or build the model with nn.LayerNorm"
+        )
     if isinstance(norm, _TRACKED):
-        return f"{type(norm).__name__} normalises across channels and positions, not over the last dimension; hint: keep it, or build the model with nn.LayerNorm"
+        return (
+            f"{type(norm).__name__} normalises across channels and positions, not over the last dimension; hint: "
+            "keep it, or build the model with nn.LayerNorm"
+        )
     shape = getattr(norm, "normalized_shape", None)
     if shape is not None and len(shape) != 1:
         return f"it normalises {len(shape)} dimensions {tuple(shape)} together; a block norm works on the last one"
@@ -67,7 +73,10 @@ def refuse_formula(norm: nn.Module, width: int) -> str | None:
         expected = expected + bias.float() if isinstance(bias, Tensor) else expected
         if found.shape == expected.shape and float((found - expected).norm()) <= 0.02 * float(expected.norm()):
             return None
-    return f"{type(norm).__name__} does not compute a layer or RMS norm times its weight plus its bias, as a block norm would assume; hint: keep it, or build the model with nn.RMSNorm"
+    return (
+        f"{type(norm).__name__} does not compute a layer or RMS norm times its weight plus its bias, "
+        "as a block norm would assume; hint: keep it, or build the model with nn.RMSNorm"
+    )
 
 
 def find_width(editor: Editor, name: str, norm: nn.Module) -> int | None:

@@ -57,7 +57,10 @@ class Suggestion:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.mod}: {self.why} ({len(self.sites)} site{'s' * (len(self.sites) != 1)}: {', '.join(self.sites[:4])}{', ...' if len(self.sites) > 4 else ''})"
+        return (
+            f"{self.mod}: {self.why} ({len(self.sites)} site{'s' * (len(self.sites) != 1)}: "
+            f"{', '.join(self.sites[:4])}{', ...' if len(self.sites) > 4 else ''})"
+        )
 
 
 def suggest(

@@ -78,7 +78,10 @@ class _ComputeAsSums(TorchFunctionMode):
         if self.note is not None:  # not in compiled code, where the number of rows may be dynamic
             count = vector.shape[:-1].numel()
             if count < MANY:
-                self.note(f"{count} products of a vector and a matrix in the example, fewer than {MANY}, are left to library kernels; hint: use an example with a realistic number of rows")  # fmt: skip
+                self.note(
+                    f"{count} products of a vector and a matrix in the example, fewer than {MANY}, "
+                    "are left to library kernels; hint: use an example with a realistic number of rows"
+                )
                 return None
             self.note("")
         with without_autocast(vector):

@@ -43,7 +43,10 @@ class DotProductAttention(nn.Module):
     def __init__(self, *, causal: bool = False, backend: str = "auto") -> None:
         super().__init__()
         if backend not in ("auto", *BACKENDS["masked_attention"]):
-            raise ValueError(f"DotProductAttention has no backend {backend!r}; backends are auto, {', '.join(BACKENDS['masked_attention'])}")  # fmt: skip
+            raise ValueError(
+                f"DotProductAttention has no backend {backend!r}; backends are auto, "
+                f"{', '.join(BACKENDS['masked_attention'])}"
+            )
         self.causal, self.backend = causal, backend
         self.chosen: str | None = None
         self.refusals: dict[str, str] = {}

@@ -11,7 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
+_AUGMENTED = {
+    f"i{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+}
 
 UNKNOWN = "unknown"  # a stamp of a graph that could not be looked at
 _STAMPS = "loka_stamps"  # attribute of a graph that is being made: what `stamp_versions` saw

@@ -132,7 +132,10 @@ def convert(
             undo.callback(_thaw, inner)
             freeze_model(inner)
             if example is None and could_share(inner):
-                bound.notes.append("chains that read the same tensor each quantize it: finding them takes an example; hint: convert(..., example=batch)")  # fmt: skip
+                bound.notes.append(
+                    "chains that read the same tensor each quantize it: finding them takes an example; hint: "
+                    "convert(..., example=batch)"
+                )
         undo.pop_all()
     if applied:
         inner.__dict__[_MODS] = applied
@@ -164,10 +167,16 @@ def _check_level(model: nn.Module, plan: Plan) -> None:
         return
     for prefix in modules:
         if all(f"{prefix}.{name}" in modules for name in names):
-            raise ValueError(f"the plan is for a part of this model: it names {names[0]}, which is {prefix}.{names[0]} here; hint: loka.convert(model.get_submodule({prefix!r}), plan)")  # fmt: skip
+            raise ValueError(
+                f"the plan is for a part of this model: it names {names[0]}, which is {prefix}.{names[0]} here; hint: "
+                f"loka.convert(model.get_submodule({prefix!r}), plan)"
+            )
     prefix, _, rest = names[0].partition(".")
     if all(name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in modules for name in names):
-        raise ValueError(f"the plan is for a model that holds this one as {prefix}: it names {names[0]}, which is {rest} here; hint: call loka.convert on that model")  # fmt: skip
+        raise ValueError(
+            f"the plan is for a model that holds this one as {prefix}: it names {names[0]}, which is {rest} here; "
+            "hint: call loka.convert on that model"
+        )
 
 
 def _place_tables(model: nn.Module, plan: Plan, undo: ExitStack) -> list[str]:
@@ -190,7 +199,10 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
     if present := mods.applied_to(model):
         if list(present) == list(spelled):
             return []
-        raise ValueError(f"the plan applies {', '.join(spelled)}, and the model has {', '.join(present)} already; hint: loka.mods.revert(model) first")  # fmt: skip
+        raise ValueError(
+            f"the plan applies {', '.join(spelled)}, and the model has {', '.join(present)} already; hint: "
+            "loka.mods.revert(model) first"
+        )
     undo.callback(mods.revert, model)
     if callable(example):  # a function that runs the model; mods need the arguments of a call
         run, example = example, None
@@ -239,7 +251,10 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
     for unit in units:
         chain = place(model, unit)
         if not (chain.primed and (chain.gradients_primed or unit.scales == "calibrated")):
-            bound.notes.append(f"{unit.name}: no magnitudes in the plan: the first step, or the calibration, finds scales from the tensors, then it runs as planned")  # fmt: skip
+            bound.notes.append(
+                f"{unit.name}: no magnitudes in the plan: the first step, or the calibration, finds scales from the "
+                "tensors, then it runs as planned"
+            )
         for name in unit.linears:
             bound.kept.pop(name, None)
     _adopt(model, bound.bindings)
@@ -387,11 +402,18 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
     """
     inner = unwrap(model)
     if packed := [name for name, module in inner.named_modules() if getattr(module, PACKED, False)]:
-        raise ValueError(f"{', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''}: loka.quantize kept only FP8 weights, the originals are gone; hint: load the original model again; loka.convert(..., freeze=True) can be reverted")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''}: loka.quantize kept only FP8 weights, "
+            "the originals are gone; hint: load the original model again; loka.convert(..., freeze=True) can be "
+            "reverted"
+        )
     applied: list[tuple[str, str]] = inner.__dict__.get(_MODS, [])
     lost = [name for name, effect in applied if effect == "architecture" and name.partition("(")[0] not in discard]
     if lost:
-        raise ValueError(f"the plan changed the architecture by {', '.join(lost)}: reverting loses what was trained in it; hint: loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})")  # fmt: skip
+        raise ValueError(
+            f"the plan changed the architecture by {', '.join(lost)}: reverting loses what was trained in it; hint: "
+            f"loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})"
+        )
     count = _release(inner)
     release_tables(inner)
     if (room := sys.modules.get(_COLLECTIVES)) is not None:

@@ -45,7 +45,10 @@ def find_offsets(rows: Tensor) -> list[Alarm]:
 def _describe(column: int, values: Tensor) -> Alarm:
     mean, spread = float(values.mean()), float(values.std())
     size = abs(mean)
-    text = f"column {column} of the input has mean {mean:.6g} and spread {spread:.3g}: FP8 moves its values by about {size * FP8_ROUNDING:.3g}"
+    text = (
+        f"column {column} of the input has mean {mean:.6g} and spread {spread:.3g}: FP8 moves its values by about "
+        f"{size * FP8_ROUNDING:.3g}"
+    )
     helps = ["center or standardize it before the linear"]
     if float(values.min()) > 0 and float(values.max() / values.median()) > SKEWED:
         helps.append("take its logarithm")

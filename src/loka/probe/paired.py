@@ -93,7 +93,15 @@ class Losses:
         `groups` are ids of independent units, one per value; by default the examples.
         """
         chosen = base.examples if groups is None else groups
-        return compare_losses(self.values, base.values, chosen, batches=base.batches, step=max(self.step, base.step), seed=seed, method=method)  # fmt: skip
+        return compare_losses(
+            self.values,
+            base.values,
+            chosen,
+            batches=base.batches,
+            step=max(self.step, base.step),
+            seed=seed,
+            method=method,
+        )
 
     def changed_columns(self, base: "Losses", margin: float) -> dict[int, tuple[float, Interval]]:
         """Find columns (tasks) whose loss significantly increases by more than `margin`, even if the sum does not.
@@ -210,7 +218,17 @@ def _interval(
     """Return (estimate, low, high) over the independent units: examples or groups, or batches if these differ."""
 
     def compare(ids: Tensor | None, method: Method | Literal["auto"]) -> tuple[float, tuple[float, float, float]]:
-        made = compare_paired(candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=ids, relative=relative, method=method, seed=seed)  # fmt: skip
+        made = compare_paired(
+            candidate,
+            baseline,
+            margin=0.1,
+            metric="loss",
+            lower_is_better=True,
+            groups=ids,
+            relative=relative,
+            method=method,
+            seed=seed,
+        )
         return made.standard_error, (made.estimate, made.low, made.high)
 
     error, found = compare(groups, method)

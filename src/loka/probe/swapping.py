@@ -153,7 +153,8 @@ def swap(
             both = _measure(model, able, held, metric).change_from(baseline, ids, seed=seed, method="auto")
     if (change := has_drifted(_losses(model, held, metric), baseline, margin)) is not None:
         raise ValueError(
-            f"with every unit switched off again the metric changes {spell_change(change)}: expected no change; hint: does it write to its batch, or keep a state?"
+            f"with every unit switched off again the metric changes {spell_change(change)}: expected no change; "
+            "hint: does it write to its batch, or keep a state?"
         )
     return Swapped(alone, both, margin, baseline.values.numel(), failed)
 

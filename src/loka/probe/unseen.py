@@ -31,7 +31,10 @@ REASONS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.RNNCellBase, "a recurrent cell multiplies by functions"),
     (
         nn.MultiheadAttention,
-        "nn.MultiheadAttention multiplies in_proj and out_proj by functions, without their modules; hint: the mod attention_layout, which takes attention of a sequence to itself",
+        (
+            "nn.MultiheadAttention multiplies in_proj and out_proj by functions, without their modules; hint: "
+            "the mod attention_layout, which takes attention of a sequence to itself"
+        ),
     ),
     (_ConvNd, "a convolution is no GEMM that conversion could swap"),
     (nn.Bilinear, "a bilinear form is no GEMM that conversion could swap"),

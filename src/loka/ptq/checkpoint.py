@@ -79,7 +79,10 @@ def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) 
     ]
     if unpacked:
         what = "with fixed scales" if chains else "in a chain or with fixed scales"
-        raise ValueError(f"{', '.join(sorted(unpacked)[:5])}: runs {what}, which this file cannot hold; hint: keep the plan (plan.save) and the 16-bit weights, and convert where they are loaded")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(sorted(unpacked)[:5])}: runs {what}, which this file cannot hold; hint: "
+            "keep the plan (plan.save) and the 16-bit weights, and convert where they are loaded"
+        )
 
 
 def load_quantized(
@@ -116,7 +119,10 @@ def load_quantized(
     record = from_json(header["record"], Quantized, source=str(path))
     model = _build(path, header) if build is None else _build_own(build)
     if list(applied := mods.applied_to(model)) != record.mods:
-        raise ValueError(f"{path}: was quantized with the mods {', '.join(record.mods) or 'none'}, the model has {', '.join(applied) or 'none'}; hint: apply them in build= with loka.mods.apply")  # fmt: skip
+        raise ValueError(
+            f"{path}: was quantized with the mods {', '.join(record.mods) or 'none'}, the model has "
+            f"{', '.join(applied) or 'none'}; hint: apply them in build= with loka.mods.apply"
+        )
     _place_modules(path, model, record, backend)
     try:
         weights = take_weights(tensors, record.units, getattr(torch, header["dtype"]))
@@ -157,7 +163,10 @@ def _load_tensors(model: nn.Module, tensors: dict[str, Tensor], device: torch.de
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, the model's is {tuple(expected[name].shape)}")
-    types = {name: expected[name].dtype if own_types and t.is_floating_point() and t.element_size() > 1 else t.dtype for name, t in tensors.items()}  # fmt: skip
+    types = {
+        name: expected[name].dtype if own_types and t.is_floating_point() and t.element_size() > 1 else t.dtype
+        for name, t in tensors.items()
+    }
     model.load_state_dict({name: t.to(device, types[name]) for name, t in tensors.items()}, assign=True)
     for module in model.modules():  # non-persistent buffers, e.g. first rows of stacked tables
         if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
@@ -179,7 +188,8 @@ def _make_buffers(module: nn.Module, device: torch.device | str) -> None:
     else:
         names = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
         raise ValueError(
-            f"{type(module).__name__} has buffers that are not saved: {', '.join(names)}; make them persistent, or let `reset_parameters` make them"
+            f"{type(module).__name__} has buffers that are not saved: {', '.join(names)}; make them persistent, "
+            "or let `reset_parameters` make them"
         )
 
 

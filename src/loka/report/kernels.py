@@ -20,7 +20,8 @@ def _write_bench(bench: KernelBench, number: int) -> str:
     wrong = "; the others were refused or gave wrong results, for the reason in their row"
     others = wrong if len(timed) < len(bench.rows) else ""
     text = f"<h3>{escape(ops)} on {escape(here.device)}</h3>" + about(
-        f"{len(timed)} of {len(bench.rows)} rows were timed ({escape(bench.method)}, {escape(here.date[:10])}, torch {escape(here.torch)}){others}.{_say_peaks(bench)}"
+        f"{len(timed)} of {len(bench.rows)} rows were timed ({escape(bench.method)}, {escape(here.date[:10])}, "
+        f"torch {escape(here.torch)}){others}.{_say_peaks(bench)}"
     )
     if bench.peaks is not None and any(r.op in ("scaled_mm", "fused_linear") for r in timed):
         label = "Achieved FLOP rate by arithmetic intensity, with the roofs measured on the same device"
@@ -28,9 +29,9 @@ def _write_bench(bench: KernelBench, number: int) -> str:
     rows = [_bench_row(r) for r in bench.rows[:SHOWN]]
     more = f"<p>{len(bench.rows) - SHOWN} more rows are in the record.</p>" if len(bench.rows) > SHOWN else ""
     head = ("call", "backend", "µs", "roofline µs", "of roofline", "over bf16", "")
-    return (
-        text
-        + f"<details><summary>{len(bench.rows)} rows</summary>{table(head, rows, numeric=range(2, 6), caption=ops)}{more}{_list_notes(bench.notes)}</details>"
+    return text + (
+        f"<details><summary>{len(bench.rows)} "
+        f"rows</summary>{table(head, rows, numeric=range(2, 6), caption=ops)}{more}{_list_notes(bench.notes)}</details>"
     )
 
 

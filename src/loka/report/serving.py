@@ -29,7 +29,7 @@ def _write_loads(tests: tuple[LoadTest, ...]) -> str:
         "other codes",
     )  # fmt: skip
     return "<h3>Under load</h3>" + about(
-        "Open-loop traffic: requests are sent when they are due, and latency counts from then. A good answer is within the SLA; late is a share of the accepted requests."
+        "Open-loop traffic: requests are sent when they are due, and latency counts from then. A good answer is " "within the SLA; late is a share of the accepted requests."
     ) + table(head, rows, numeric=range(1, 10), caption="Load tests")  # fmt: skip
 
 

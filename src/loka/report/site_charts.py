@@ -86,7 +86,7 @@ def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
         ("unsafe, slow", "right", "bottom", "width - 6", "height - 6"),
     )
     return make_chart(
-        "Error against speed-up of every linear with every recipe and kernel: safe is left of the limit, fast is above the minimum speed-up",
+        ("Error against speed-up of every linear with every recipe and kernel: safe is left of the limit, " "fast is above the minimum speed-up"),
         height=440,
         data={"values": []},
         layer=[

@@ -193,7 +193,10 @@ def _say_plan(plan: Plan) -> str:
     budget = (
         ""
         if plan.max_metric_change is None
-        else f" Budget of the end metric: {percent(plan.max_metric_change, 2)}, expected at most {percent(plan.expected_metric_change or 0, 3)}."
+        else (
+            f" Budget of the end metric: {percent(plan.max_metric_change, 2)}, expected at most "
+            f"{percent(plan.expected_metric_change or 0, 3)}."
+        )
     )
     notes = "".join(notice(escape(capitalise(note))) for note in plan.notes if plan.min_speedup is not None)
     return (

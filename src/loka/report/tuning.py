@@ -51,11 +51,15 @@ def _write_one(tuning: Tuning) -> str:
             f", judged at {percent(tuning.used_margin, 2)}, the smallest change that the held-out data could resolve"
         )
     text = f"<h3>{escape(say_tuning(tuning))}</h3>" + about(
-        f"{margin}. The forward pass was judged by swapping FP8 in on held-out {tuning.metric_unit}; {_say_gradients(tuning)}. The model itself was not trained."
+        f"{margin}. The forward pass was judged by swapping FP8 in on held-out {tuning.metric_unit}; "
+        f"{_say_gradients(tuning)}. The model itself was not trained."
     )
     text += "".join(notice(escape(note)) for note in tuning.notes)
     if tuning.estimate is not None:
-        text += notice(f"Speeds are {escape(tuning.estimate.method)}. Calls there have {tuning.estimate.rows:g} times as many rows as here. None was measured.")  # fmt: skip
+        text += notice(
+            f"Speeds are {escape(tuning.estimate.method)}. Calls there have {tuning.estimate.rows:g} times as many "
+            "rows as here. None was measured."
+        )
     if tuning.step_microseconds:
         steps = [[escape(name), f"{us / 1000:.3f}"] for name, us in tuning.step_microseconds.items()]
         text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step compared with 16-bit")

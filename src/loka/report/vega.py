@@ -30,7 +30,15 @@ def draw(mark: Spec, rows: list[Spec] | None = None, **encoding: Any) -> Spec:
     return {**data, "mark": mark, "encoding": fields}
 
 
-def number(field: str | None = None, title: str | None = None, *, log: int | None = None, ticks: int | None = None, format: str | None = None, **rest: Any) -> Spec:  # fmt: skip
+def number(
+    field: str | None = None,
+    title: str | None = None,
+    *,
+    log: int | None = None,
+    ticks: int | None = None,
+    format: str | None = None,
+    **rest: Any,
+) -> Spec:
     """Return a numeric axis. `log` makes it logarithmic, with this padding."""
     scale = {} if log is None else {"scale": {"type": "log", "nice": False, **({"padding": log} if log else {})}}
     axis = {name: value for name, value in (("format", format), ("tickCount", ticks)) if value is not None}

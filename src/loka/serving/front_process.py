@@ -173,7 +173,11 @@ class RemoteService(Arms):
         ticket = Ticket(future, Job(request, 0, 0, None), entry=entry)
         self._asked[number] = _Asked(ticket, request, packed, model.reader, at, size + len(tail))
         how = () if packed is None else (packed.units, packed.length, packed.facts)
-        self._link.send(link.Submit(number, runner.arm, model.generation, arrived, request_id, request.timeout_ms, at, size, len(tail), *how))  # fmt: skip
+        self._link.send(
+            link.Submit(
+                number, runner.arm, model.generation, arrived, request_id, request.timeout_ms, at, size, len(tail), *how
+            )
+        )
         return ticket
 
     def _write(self, at: int, arrays: list[Any], tail: bytes) -> None:
@@ -236,7 +240,14 @@ class RemoteService(Arms):
     def expose(self, request: Any, request_id: str, runner: Any, *, seconds: float, status: int, empty: bool, simulated: bool) -> None:  # fmt: skip
         """Have the exposure written, once per request id."""
         if self.settings.experiment:
-            fields = {"user": request.user, "arm": runner.arm, "ms": round(1e3 * seconds, 3), "status": status, "empty": empty, "simulated": simulated}  # fmt: skip
+            fields = {
+                "user": request.user,
+                "arm": runner.arm,
+                "ms": round(1e3 * seconds, 3),
+                "status": status,
+                "empty": empty,
+                "simulated": simulated,
+            }
             self._link.send(link.Exposed(request_id, fields))
 
     def mirror(self, request: Any, request_id: str, answer: Any) -> None:

@@ -318,10 +318,16 @@ class Fronts:
         for arm, runner in service.runners.items():
             reader = getattr(runner.model, "reader", None)
             if not isinstance(reader, Reader):
-                raise ValueError(f"fronts={count}: the model {arm} has no `reader`, its part that runs in front processes; hint: loka.serving.Reader")  # fmt: skip
+                raise ValueError(
+                    f"fronts={count}: the model {arm} has no `reader`, its part that runs in front processes; hint: "
+                    "loka.serving.Reader"
+                )
             for kind in (type(reader), reader.request_type, reader.answer_type):
                 if kind.__module__ == "__main__":
-                    raise ValueError(f"fronts={count}: {kind.__name__}, of the model {arm}, is defined in the script that runs, which front processes do not import; hint: move it to a module")  # fmt: skip
+                    raise ValueError(
+                        f"fronts={count}: {kind.__name__}, of the model {arm}, is defined in the script that runs, "
+                        "which front processes do not import; hint: move it to a module"
+                    )
         self.service, self.count, self.stopping = service, count, False
         self.request_type = service.first.model.request_type
         self.settings = Settings(

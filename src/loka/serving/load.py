@@ -161,7 +161,10 @@ async def send(
     due, sent = traffic.due(), []
     places = range(share[0], len(due), share[1])
     if not due:
-        raise ValueError(f"no request is due within {traffic.seconds:g} s at {traffic.rate:g} per second; hint: a longer test, or a higher rate")  # fmt: skip
+        raise ValueError(
+            f"no request is due within {traffic.seconds:g} s at {traffic.rate:g} per second; hint: a longer test, "
+            "or a higher rate"
+        )
     # Made beforehand, because making them takes time. Each has random numbers of its own, whichever process sends it.
     bodies = {n: body(n, random.Random((traffic.seed + 1 << 32) + n)) for n in places}
 

@@ -75,7 +75,8 @@ def open_model(
             compiled=bool(compiled),
         )
     raise ValueError(
-        f"{place} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {place}, loka tune MODEL --serve --out FOLDER (its ranker/), or loka.serving.save_ranker"
+        f"{place} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {place}, "
+        "loka tune MODEL --serve --out FOLDER (its ranker/), or loka.serving.save_ranker"
     )
 
 

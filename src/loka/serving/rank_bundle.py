@@ -120,10 +120,17 @@ def save_ranker(
 def _check_plain(model: nn.Module, plan: Plan | None) -> None:
     """Raise ValueError if the loaded model would run in another precision than this one."""
     if any(getattr(module, PACKED, False) for module in model.modules()):
-        raise ValueError("this model keeps FP8 weights only (loka.quantize), but a ranker's folder holds plain ones; hint: save the model before it is quantized, with plan=")  # fmt: skip
+        raise ValueError(
+            "this model keeps FP8 weights only (loka.quantize), but a ranker's folder holds plain ones; hint: "
+            "save the model before it is quantized, with plan="
+        )
     low = [name for name, _ in (*linears_of(model), *chains_of(model))]
     if low and plan is None:
-        raise ValueError(f"{', '.join(low[:3])}{' and others' if len(low) > 3 else ''} run in low precision here, but would not after the folder is loaded; hint: give the plan= that converted the model, or loka.revert(model) to serve the original")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(low[:3])}{' and others' if len(low) > 3 else ''} run in low precision here, "
+            "but would not after the folder is loaded; hint: give the plan= that converted the model, "
+            "or loka.revert(model) to serve the original"
+        )
 
 
 def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch.device | str = "cpu") -> RankerBundle:

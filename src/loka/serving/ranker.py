@@ -85,7 +85,10 @@ class RankingModel:
             raise ValueError("CUDA graphs need a GPU and a ranker without sequence columns")
         self.graphs = able if graphs is None else graphs
         if compiled and self.schema.sequences:
-            raise ValueError(f"cannot compile a ranker with sequence columns ({', '.join(s.name for s in self.schema.sequences)}): their sizes vary within a bucket of rows; hint: serve it without --compile (compiled=False)")  # fmt: skip
+            raise ValueError(
+                f"cannot compile a ranker with sequence columns ({', '.join(s.name for s in self.schema.sequences)}): "
+                "their sizes vary within a bucket of rows; hint: serve it without --compile (compiled=False)"
+            )
         self.compiled = compiled
         self._call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.captures = 0

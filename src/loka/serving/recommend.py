@@ -83,7 +83,10 @@ class RecommendReader(Reader):
             dims, word, kind = wanted
             flat = array[0] if array.ndim == dims + 1 and array.shape[0] == 1 else array
             if flat.ndim != dims or flat.dtype != kind:
-                raise FieldError(f"$.inputs.{name}", f"{array.dtype} {list(array.shape)}; expected one request, {word} of {dims} dimension(s)")  # fmt: skip
+                raise FieldError(
+                    f"$.inputs.{name}",
+                    f"{array.dtype} {list(array.shape)}; expected one request, {word} of {dims} dimension(s)",
+                )
             values[name] = flat.tolist() if name == "history" else flat.astype("<u2").tobytes()
         return msgspec.convert(values, RecommendRequest)
 

@@ -186,7 +186,12 @@ class Telemetry:
         lines: list[str] = []
         for name, series in self.counters.items():
             lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} counter"]
-            lines += [f"{name}{_format_labels(labels)} {value:g}" if value < 1e6 else f"{name}{_format_labels(labels)} {value!r}" for labels, value in series.items()]  # fmt: skip
+            lines += [
+                f"{name}{_format_labels(labels)} {value:g}"
+                if value < 1e6
+                else f"{name}{_format_labels(labels)} {value!r}"
+                for labels, value in series.items()
+            ]
         for name, read in self.gauges.items():
             lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} gauge"]
             lines += [f"{name}{_format_labels(labels)} {value!r}" for labels, value in read().items()]

@@ -93,7 +93,10 @@ def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:
         size = one.parameters.get("binary_data_size")
         if size is not None:
             if size != count * kind.itemsize or size > len(rest) or one.data is not None:
-                raise FieldError(f"{path}.parameters.binary_data_size", f"{size}; expected {count * kind.itemsize} of the {len(rest)} bytes left, and no data")  # fmt: skip
+                raise FieldError(
+                    f"{path}.parameters.binary_data_size",
+                    f"{size}; expected {count * kind.itemsize} of the {len(rest)} bytes left, and no data",
+                )
             out[one.name] = np.frombuffer(rest[:size], kind).reshape(one.shape)
             rest = rest[size:]
             continue

@@ -83,7 +83,10 @@ class Distribution:
             problems.append(str(error))
         dense = [] if self.collectives is None else self.collectives.split(",")
         if len(dense) > (2 if self.dense == "fsdp" else 1):
-            problems.append(f"collectives are one codec, or two under FSDP2 (weights, gradients), got {self.collectives!r} with dense={self.dense!r}")  # fmt: skip
+            problems.append(
+                f"collectives are one codec, or two under FSDP2 (weights, gradients), got {self.collectives!r} with "
+                f"dense={self.dense!r}"
+            )
         for text in (*dense, *(self.embeddings or ())):
             try:
                 parse_codec(text)
@@ -260,7 +263,10 @@ class CollectionTables(nn.Module):
         for key, values in zip(self.keys, [*ids, *bags], strict=True):
             rows = self.sizes[self.field_of[key]]
             if values.numel() and (int(values.min()) < 0 or int(values.max()) >= rows):
-                raise ValueError(f"feature {key!r} has ids {int(values.min())} to {int(values.max())}, but its table has ids 0 to {rows - 1}")  # fmt: skip
+                raise ValueError(
+                    f"feature {key!r} has ids {int(values.min())} to {int(values.max())}, but its table has ids 0 to "
+                    f"{rows - 1}"
+                )
 
 
 def _shard_tables(model: nn.Module, how: Distribution, learning_rate: float, device: torch.device) -> Spread:

@@ -32,14 +32,25 @@ def keep_batches(batches: Iterable[Any]) -> tuple[list[Any], list[str]]:
             versions.append(versions_of(list(tensors_in(batch))))
     for index, (batch, before) in enumerate(zip(kept, versions, strict=True)):
         if any(t.grad_fn is not None for t in tensors_in(batch)):
-            raise ValueError(f"batch {index} has a tensor that was computed with gradients, and backward through it works only once; hint: .detach() it, or compute it in the step")  # fmt: skip
+            raise ValueError(
+                f"batch {index} has a tensor that was computed with gradients, and backward through it works only "
+                "once; hint: .detach() it, or compute it in the step"
+            )
         if versions_of(list(tensors_in(batch))) != before:
-            raise ValueError(f"batch {index} was overwritten while later batches were read, so all of them would be the same data; hint: yield new tensors, or clones")  # fmt: skip
+            raise ValueError(
+                f"batch {index} was overwritten while later batches were read, so all of them would be the same data; "
+                "hint: yield new tensors, or clones"
+            )
     again = next((index for index in range(1, len(kept)) if _are_alike(kept[index], kept[0])), None)
     if again is None:
         return kept, []
     if again == 1:
-        return kept, ["batches 0 and 1 are the same: what is chosen on one half of the batches may not be verified on other data, and intervals are too narrow"]  # fmt: skip
+        return kept, [
+            (
+                "batches 0 and 1 are the same: what is chosen on one half of the batches may not be verified on other "
+                "data, and intervals are too narrow"
+            )
+        ]
     return kept[:again], [f"batch {again} is batch 0 again, so only the first {again} batches are used"]
 
 

@@ -103,7 +103,12 @@ def spell_key(model: nn.Module, unit: UnitPlan, way: str, rows: int) -> str:
     )
     members = {name for link in unit.links for name in (link.linear, *link.passed)}
     # biases add work, and frozen weights need no gradient
-    held = [(*p.shape, str(p.dtype), p.requires_grad) for name, module in named_sites(model) if name in members for p in module.parameters()]  # fmt: skip
+    held = [
+        (*p.shape, str(p.dtype), p.requires_grad)
+        for name, module in named_sites(model)
+        if name in members
+        for p in module.parameters()
+    ]
     scaled = f"{unit.scales} {unit.gradient}{' bounded' * unit.bounded_input}"
     return f"unit {way} {rows} {shape} {scaled} {hashlib.sha256(repr(held).encode()).hexdigest()[:16]}"
 

@@ -204,7 +204,13 @@ class Estimator:
             # a GEMM that stays in 16-bit counts with its bf16 time from the rowwise measurements
             operands = own or RECIPES["rowwise"].operands(gemm)
             assert operands is not None
-            variant = linear_variant(gemm, str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights="dynamic" if training else "cached")  # fmt: skip
+            variant = linear_variant(
+                gemm,
+                str(operands.a),
+                str(operands.b),
+                fast_accum=operands.fast_accum,
+                weights="dynamic" if training else "cached",
+            )
             fits = [fit for name in BACKENDS if (fit := _fit_rows(self.target, variant, name)) is not None]
             if not fits:
                 return None
@@ -339,7 +345,16 @@ class _RowFit:
 def _features(gemm: str, m: int, k: int, n: int) -> Array:
     rows, inner, columns = {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[gemm]
     waves = math.ceil(math.ceil(rows / 128) * math.ceil(columns / 128) / 132)
-    return np.array([1.0, 2e-12 * rows * inner * columns, 2e-12 * waves * inner * 128 * 128 * 132, 1e-6 * (rows + columns) * inner, 1e-6 * rows * inner, 1e-6 * rows * columns])  # fmt: skip
+    return np.array(
+        [
+            1.0,
+            2e-12 * rows * inner * columns,
+            2e-12 * waves * inner * 128 * 128 * 132,
+            1e-6 * (rows + columns) * inner,
+            1e-6 * rows * inner,
+            1e-6 * rows * columns,
+        ]
+    )
 
 
 def _solve_nonnegative(x: Array, t: Array) -> Array:

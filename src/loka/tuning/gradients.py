@@ -88,7 +88,10 @@ def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> No
     while selection.offers and not all(describe(offer) in verified for offer in selection.offers):
         exact = _run(call, selection, None)
         if isinstance(exact, Exception):  # the 16-bit backward fails in eval mode, as that of a direct cuDNN call does
-            call.notes.append(f"gradients were not compared with 16-bit, where backward fails in eval mode: {type(exact).__name__}: {exact}")  # fmt: skip
+            call.notes.append(
+                f"gradients were not compared with 16-bit, where backward fails in eval mode: {type(exact).__name__}: "
+                f"{exact}"
+            )
             verified.update(describe(offer) for offer in selection.offers)
             return
         moved = cache(partial(_run, call, selection, None, nudged=True))
@@ -112,7 +115,9 @@ def describe(offer: Offer) -> str:
     return f"{offer.way} {' '.join(offer.unit.linears)}"
 
 
-def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: Gradients, moved: Callable[[], Gradients | Exception]) -> list[Fault]:  # fmt: skip
+def _find_faults(
+    call: Call, selection: Selection, offers: list[Offer], exact: Gradients, moved: Callable[[], Gradients | Exception]
+) -> list[Fault]:
     """Return the faults of the gradients of some offers, the worst first."""
     plan = selection.to_plan(call, offers)
     parts = {_weight_of(name): name for offer in offers for name in offer.unit.linears}
@@ -134,9 +139,22 @@ def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: G
         call.notes += [note] if note not in call.notes else []
         wrong, coarse = {}, set()
     else:
-        wrong = {what: fault for what in parts if what in here and what in ref and what in nudged and (fault := _compare_with_reference(what, here[what], ref[what], nudged[what]))}  # fmt: skip
+        wrong = {
+            what: fault
+            for what in parts
+            if what in here
+            and what in ref
+            and what in nudged
+            and (fault := _compare_with_reference(what, here[what], ref[what], nudged[what]))
+        }
         vectors = _vectors_of(offers)
-        wrong |= {what: fault for what in vectors if what in ref and what in nudged and (fault := _compare_vector(what, here.get(what), ref[what], nudged[what]))}  # fmt: skip
+        wrong |= {
+            what: fault
+            for what in vectors
+            if what in ref
+            and what in nudged
+            and (fault := _compare_vector(what, here.get(what), ref[what], nudged[what]))
+        }
         parts |= {what: linear for what, (linear, _, _) in vectors.items()}
         coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), ref.get(what))}
     faults = [Fault(parts[what], _say_fault(text, what in coarse), size, what in coarse) for what, (text, size) in (far or wrong).items()]  # fmt: skip
@@ -165,7 +183,9 @@ def _input_of(offer: Offer) -> str:
     return f"the input of {offer.unit.around or offer.name}"
 
 
-def _compare_with_exact(what: str, found: list[Tensor] | None, exact: list[Tensor], moved: list[Tensor] | None = None) -> tuple[str, float] | None:  # fmt: skip
+def _compare_with_exact(
+    what: str, found: list[Tensor] | None, exact: list[Tensor], moved: list[Tensor] | None = None
+) -> tuple[str, float] | None:
     """Compare a gradient with the 16-bit one. Return what is wrong and how much, or None.
 
     `moved` is the 16-bit gradient with moved weights; a gradient need not be closer to `exact` than that.
@@ -190,7 +210,11 @@ def _compare_with_exact(what: str, found: list[Tensor] | None, exact: list[Tenso
     # a change of direction excuses a small projection onto the 16-bit gradient, but not a small gradient
     if cosine > 0 and cosine >= least and turned / SAME_SIZE <= gain <= grown * SAME_SIZE and ratio >= shrunk / SAME_SIZE:  # fmt: skip
         return None
-    return f"the gradient of {what} has a cosine of {cosine:.2f} with the 16-bit one and {ratio:.2f} of its size ({gain:.2f} along it), expected a cosine of at least {least:.2f} and {shrunk / SAME_SIZE:.2f} of its size ({turned / SAME_SIZE:.2f} to {grown * SAME_SIZE:.2f} along it)", 1 - cosine  # fmt: skip
+    return (
+        f"the gradient of {what} has a cosine of {cosine:.2f} with the 16-bit one and {ratio:.2f} of its size "
+        f"({gain:.2f} along it), expected a cosine of at least {least:.2f} and {shrunk / SAME_SIZE:.2f} of its size "
+        f"({turned / SAME_SIZE:.2f} to {grown * SAME_SIZE:.2f} along it)"
+    ), 1 - cosine
 
 
 def _can_compare(found: list[Tensor] | None, ref: list[Tensor] | None) -> bool:
@@ -216,8 +240,18 @@ def _compare_with_reference(what: str, found: list[Tensor], ref: list[Tensor], n
         differs, allowed = distance(found, ref), max(least, CHAOS * distance(nudged, ref))
         if differs > allowed:
             chaos = allowed / CHAOS
-            why = "a kernel is wrong" if chaos < UNDETERMINED else f"the reference itself changes by {chaos:.0%} if weights move by a thousandth, so rounding decides this gradient, and it says little about a kernel"  # fmt: skip
-            return f"the gradient of {what} differs by {differs:.0%}{where} from the reference of the same plan, expected at most {allowed:.0%}: {why}", differs  # fmt: skip
+            why = (
+                "a kernel is wrong"
+                if chaos < UNDETERMINED
+                else (
+                    f"the reference itself changes by {chaos:.0%} if weights move by a thousandth, so rounding decides "
+                    "this gradient, and it says little about a kernel"
+                )
+            )
+            return (
+                f"the gradient of {what} differs by {differs:.0%}{where} from the reference of the same plan, "
+                f"expected at most {allowed:.0%}: {why}"
+            ), differs
     return None
 
 
@@ -232,7 +266,10 @@ def _compare_vector(what: str, found: list[Tensor] | None, ref: list[Tensor], nu
     for where, distance in (("", _distance), (" in an element", _line_distance)):
         differs, allowed = distance(found, ref), max(LINE_BESIDE_REFERENCE, CHAOS * distance(nudged, ref))
         if differs > allowed:
-            return f"the gradient of {what} differs by {differs:.0%}{where} from the reference of the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs  # fmt: skip
+            return (
+                f"the gradient of {what} differs by {differs:.0%}{where} from the reference of the same plan, "
+                f"expected at most {allowed:.0%}: a kernel is wrong"
+            ), differs
     return None
 
 
@@ -272,7 +309,14 @@ def _run(call: Call, selection: Selection, plan: Plan | None, *, reference: bool
     model, task = call.task.model, call.task
     try:
         names = selection.looked.sites if nudged else {}
-        with _reference_kernels(reference), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, names), _watch_inputs(model, selection) as inputs:  # fmt: skip
+        with (
+            _reference_kernels(reference),
+            _placed(model, plan),
+            undisturbed(model),
+            gradients_aside(model),
+            _nudged(model, names),
+            _watch_inputs(model, selection) as inputs,
+        ):
             model.eval()
             train_recurrent(model)  # cuDNN needs it for backward; all runs draw the same dropout
             torch.manual_seed(0)
@@ -281,7 +325,11 @@ def _run(call: Call, selection: Selection, plan: Plan | None, *, reference: bool
                     loss = _mix(task.losses(model, batch).float(), index)
                     if loss.requires_grad:  # False if every parameter is frozen
                         loss.backward()  # type: ignore[no-untyped-call]
-            weights = {_weight_of(name): found for name, module in named_sites(model) if name in selection.looked.sites and (found := _gradient_of(module)) is not None}  # fmt: skip
+            weights = {
+                _weight_of(name): found
+                for name, module in named_sites(model)
+                if name in selection.looked.sites and (found := _gradient_of(module)) is not None
+            }
             return (
                 weights
                 | _vector_gradients(model, selection)
@@ -373,7 +421,13 @@ def _placed(model: nn.Module, plan: Plan | None) -> Iterator[None]:
 @contextmanager
 def _nudged(model: nn.Module, linears: Collection[str]) -> Iterator[None]:
     """Move the weights of linears by about one rounding inside the block. Tables are left: they may be huge."""
-    weights = {id(p): p for name, module in named_sites(model) if name in linears for p in module.parameters() if p.is_floating_point() and p.dim() > 1}  # fmt: skip
+    weights = {
+        id(p): p
+        for name, module in named_sites(model)
+        if name in linears
+        for p in module.parameters()
+        if p.is_floating_point() and p.dim() > 1
+    }
     kept = [(p, p.detach().clone()) for p in weights.values()]
     try:
         with torch.no_grad():

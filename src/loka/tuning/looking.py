@@ -98,7 +98,13 @@ def describe_unseen_products(model: nn.Module) -> list[str]:
             kind = type(module).__name__
             hint = "; hint: replace it by an nn.Linear with the transposed weight" if kind == "Conv1D" else ""
             reasons.setdefault(f"a {kind} is not converted here{hint}", []).append(name)
-    return [f"not observed, and not counted in the FLOPs of these units: {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}" for why, names in reasons.items()]  # fmt: skip
+    return [
+        (
+            "not observed, and not counted in the FLOPs of these units: "
+            f"{', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}"
+        )
+        for why, names in reasons.items()
+    ]
 
 
 class _Rows(NamedTuple):

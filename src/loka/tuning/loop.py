@@ -179,18 +179,33 @@ def _check_model(model: nn.Module) -> None:
     if converted:
         raise ValueError(f"already converted: {', '.join(converted[:5])}; call loka.revert(model) first")
     if isinstance(model, torch.jit._script.RecursiveScriptModule):
-        raise ValueError("the model is run by TorchScript, so none of its linears can be replaced; hint: tune the module that it was scripted from")  # fmt: skip
+        raise ValueError(
+            "the model is run by TorchScript, so none of its linears can be replaced; hint: tune the module that it "
+            "was scripted from"
+        )
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise ValueError(f"{', '.join(lazy[:5])} have no shape yet; hint: run the model on one batch and train it before tuning it")  # fmt: skip
     if unused := [name for name, p in model.named_parameters() if p.is_inference()]:
-        raise ValueError(f"{', '.join(unused[:5])}: made under torch.inference_mode, so they cannot have gradients; hint: make the model outside of it, then load_state_dict")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(unused[:5])}: made under torch.inference_mode, so they cannot have gradients; hint: "
+            "make the model outside of it, then load_state_dict"
+        )
     if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
-        raise ValueError(f"{', '.join(sharded[:5])}: sharded over ranks, so this rank cannot measure them; hint: tune the model before fully_shard, then loka.convert(model, plan) on every rank")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(sharded[:5])}: sharded over ranks, so this rank cannot measure them; hint: "
+            "tune the model before fully_shard, then loka.convert(model, plan) on every rank"
+        )
     if (why := find_collective(model)) and dist.get_world_size() > 1:
-        raise ValueError(f"{why}, so running the model is a call of all ranks, and a rank that tunes would wait for the others; hint: tune the model before it communicates (convert_sync_batchnorm, sharding), or a part that does not")  # fmt: skip
+        raise ValueError(
+            f"{why}, so running the model is a call of all ranks, and a rank that tunes would wait for the others; "
+            "hint: tune the model before it communicates (convert_sync_batchnorm, sharding), or a part that does not"
+        )
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
-        raise ValueError(f"{', '.join(empty[:5])}: on the meta device, without values; hint: model.to_empty(device=...) and load_state_dict first")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(empty[:5])}: on the meta device, without values; hint: model.to_empty(device=...) and "
+            "load_state_dict first"
+        )
 
 
 def _find_mods(model: nn.Module, architecture: bool) -> list[str]:
@@ -198,13 +213,19 @@ def _find_mods(model: nn.Module, architecture: bool) -> list[str]:
     present = list(mods_room.applied_to(model))
     lacking = [name for name in mods_room.CORE if name not in {text.partition("(")[0] for text in present}]
     if present and architecture and lacking:
-        raise ValueError(f"architecture=True applies {', '.join(mods_room.CORE)}, but the model already has {', '.join(present)}; hint: leave architecture out, or call loka.mods.revert(model) first")  # fmt: skip
+        raise ValueError(
+            f"architecture=True applies {', '.join(mods_room.CORE)}, but the model already has {', '.join(present)}; "
+            "hint: leave architecture out, or call loka.mods.revert(model) first"
+        )
     return present
 
 
 def _check_training(model: nn.Module, steps: Any, target: str, optimizer: Any) -> None:
     if optimizer is not None and not callable(optimizer):
-        raise ValueError(f"optimizer is {type(optimizer).__name__}, expected a function that makes one; hint: optimizer=lambda parameters: torch.optim.{type(optimizer).__name__}(parameters, lr=...)")  # fmt: skip
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}, expected a function that makes one; hint: "
+            f"optimizer=lambda parameters: torch.optim.{type(optimizer).__name__}(parameters, lr=...)"
+        )
     if (
         not isinstance(steps, int)
         or steps < 0
@@ -214,7 +235,10 @@ def _check_training(model: nn.Module, steps: Any, target: str, optimizer: Any) -
         raise ValueError(f"train={steps!r}: expected a number of steps, with target='train'; optimizer= needs train=")
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
     if steps and optimizer is None and sparse:
-        raise ValueError(f"train={steps}: {', '.join(sparse[:5])} has sparse gradients, which AdamW does not support; hint: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=...)")  # fmt: skip
+        raise ValueError(
+            f"train={steps}: {', '.join(sparse[:5])} has sparse gradients, which AdamW does not support; hint: "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=...)"
+        )
 
 
 def _make_estimator(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:
@@ -227,7 +251,10 @@ def _make_estimator(target: str | None, row_factor: float, device: torch.device)
         here = torch.cuda.get_device_name(device)
         if here == target and row_factor == 1.0:
             return None
-        raise ValueError(f"estimate_for={target!r}: the model is on {here}, where speeds are measured; hint: leave estimate_for out, or move the model to the CPU to plan for another device")  # fmt: skip
+        raise ValueError(
+            f"estimate_for={target!r}: the model is on {here}, where speeds are measured; hint: "
+            "leave estimate_for out, or move the model to the CPU to plan for another device"
+        )
     return Estimator(target)
 
 

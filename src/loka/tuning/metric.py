@@ -39,7 +39,14 @@ def verify_metric(call: Call, selection: Selection) -> None:
             offers += replace_chain_by_linears(call, selection, error)
     for offer in [*selection.offers]:
         if alone[offer.name].value == 0.0 and base.step == 0.0 and not _depends_on(call, selection, offer):
-            selection.drop(offer, "swapped in, it changes no loss at all, so nothing shows what FP8 would do there: its output does not reach what is measured, or is the same in FP8 (zero weights, as in an untrained adapter)")  # fmt: skip
+            selection.drop(
+                offer,
+                (
+                    "swapped in, it changes no loss at all, so nothing shows what FP8 would do there: "
+                    "its output does not reach what is measured, or is the same in FP8 (zero weights, "
+                    "as in an untrained adapter)"
+                ),
+            )
     hold_margin(call, selection)
 
 
@@ -134,7 +141,10 @@ def _drop_costliest(call: Call, selection: Selection, excess: float, exceeded: f
     worst = max(enough or costs, key=lambda name: costs[name] / sites[name].flops if enough else costs[name])
     offer = next(offer for offer in selection.offers if worst in offer.unit.linears)
     what = "it" if len(offer.unit.links) == 1 else f"the chain {offer.name}, of which this costs most for its FLOPs,"
-    why = f"swapped in, {what} moved the metric {spell_change(selection.alone[offer.name])}, and with all units together it changed by more than {exceeded:.3%}"  # fmt: skip
+    why = (
+        f"swapped in, {what} moved the metric {spell_change(selection.alone[offer.name])}, and with all units "
+        f"together it changed by more than {exceeded:.3%}"
+    )
     selection.leave_out(worst, why, training=call.training)
     return worst
 
@@ -152,7 +162,11 @@ def _split_cost(selection: Selection, offer: Offer) -> dict[str, float]:
 def note_margin(call: Call, selection: Selection) -> None:
     """Add a note if the data cannot resolve the user's margin for the final selection."""
     if (seen := selection.unresolved) is not None:
-        call.notes.append(f"the held-out data resolve changes of {seen.high - seen.value:.3%}, not the margin of {call.margin:.3%}: the upper end of the change is judged at {selection.used:.1%}; {_suggest_resolution(call, selection.base)}")  # fmt: skip
+        call.notes.append(
+            f"the held-out data resolve changes of {seen.high - seen.value:.3%}, not the margin of {call.margin:.3%}: "
+            f"the upper end of the change is judged at {selection.used:.1%}; "
+            f"{_suggest_resolution(call, selection.base)}"
+        )
 
 
 def _suggest_resolution(call: Call, base: Losses) -> str:
@@ -165,4 +179,11 @@ def _suggest_resolution(call: Call, base: Losses) -> str:
 def note_columns(call: Call, selection: Selection) -> None:
     """Add a note for every task whose own loss changes by more than the margin while the mean of all does not."""
     found = {} if selection.swapped is None else selection.swapped.changed_columns(selection.base, selection.used)
-    call.notes += [f"column {number} of the loss, {share:.1%} of it, changes {spell_change(change)}, more than {selection.used:.2%}, while the mean of all columns does not; hint: a metric= that returns the column that matters" for number, (share, change) in found.items()]  # fmt: skip
+    call.notes += [
+        (
+            f"column {number} of the loss, {share:.1%} of it, changes {spell_change(change)}, more than "
+            f"{selection.used:.2%}, while the mean of all columns does not; hint: a metric= that returns the column that "
+            "matters"
+        )
+        for number, (share, change) in found.items()
+    ]

@@ -83,7 +83,14 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
     """
     while selection.offers:
         try:
-            change = train_paired(call.task, selection.to_plan(call), call.train, call.optimizer, call.metric, lambda done: call.progress("paired training", done, 2 * call.train))  # fmt: skip
+            change = train_paired(
+                call.task,
+                selection.to_plan(call),
+                call.train,
+                call.optimizer,
+                call.metric,
+                lambda done: call.progress("paired training", done, 2 * call.train),
+            )
         except AnotherPathError as error:
             replace_chain_by_linears(call, selection, error)
             continue
@@ -92,7 +99,13 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
         if change.high <= selection.used and change.low <= call.margin:
             return change
         worst = max(selection.offers, key=lambda o: 0.0 if o.harm is None else o.harm.value)
-        selection.drop(worst, f"after {call.train} training steps with it, the metric moved {spell_change(change)}, more than {selection.used:.3%}")  # fmt: skip
+        selection.drop(
+            worst,
+            (
+                f"after {call.train} training steps with it, the metric moved {spell_change(change)}, "
+                f"more than {selection.used:.3%}"
+            ),
+        )
     return None
 
 

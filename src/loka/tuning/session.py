@@ -51,7 +51,10 @@ class Session:
         if call.evidence.resumed:
             call.notes.append("resumed from the evidence of an earlier call")
         if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-            call.notes.append(f"chosen on rank {dist.get_rank()} of {ranks} alone, others may choose differently: convert all of them by one plan")  # fmt: skip
+            call.notes.append(
+                f"chosen on rank {dist.get_rank()} of {ranks} alone, others may choose differently: "
+                "convert all of them by one plan"
+            )
 
     def time_original(self) -> None:
         """Compile and capture the step of the unmodified model. If that fails, `call.untimed` says why."""
@@ -76,8 +79,14 @@ class Session:
         example = task.example()
         if example is None:
             if asked:
-                raise ValueError(f"architecture=True: the step calls parts of {type(task.model).__name__} but never the model itself, and mods need a call of the model; hint: give it a forward that does what the step does")  # fmt: skip
-            self.call.notes.append(f"the step calls parts of {type(task.model).__name__} but never the model itself: layout rewrites, which need a call of the model, are skipped")  # fmt: skip
+                raise ValueError(
+                    f"architecture=True: the step calls parts of {type(task.model).__name__} but never the model "
+                    "itself, and mods need a call of the model; hint: give it a forward that does what the step does"
+                )
+            self.call.notes.append(
+                f"the step calls parts of {type(task.model).__name__} but never the model itself: layout rewrites, "
+                "which need a call of the model, are skipped"
+            )
             return []
         done = mods_room.apply(task.model, [mods_room.parse(name) for name in names], example=example)
         changed = {change.mod for change in done.summary.changed}
@@ -122,11 +131,22 @@ class Session:
             if after_training != before_training:
                 metric.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
-            launched = "speeds are of steps launched kernel by kernel, since cuda_graph=False: the longer of host and device time" if step.medians and not call.cuda_graph else None  # fmt: skip
+            launched = (
+                (
+                    "speeds are of steps launched kernel by kernel, since cuda_graph=False: the longer of host and device "
+                    "time"
+                )
+                if step.medians and not call.cuda_graph
+                else None
+            )
             call.notes += [note for note in (launched, step.compile_note, step.host_note) if note]
             metric.note_margin(call, selection)
             if trained is not None and selection.offers != after_training:
-                call.notes.append(f"the paired training run also included {', '.join(o.name for o in after_training if o not in selection.offers)}, which were dropped later")  # fmt: skip
+                call.notes.append(
+                    "the paired training run also included "
+                    f"{', '.join(o.name for o in after_training if o not in selection.offers)}, "
+                    "which were dropped later"
+                )
         parts: list[TablePlan | CollectivePlan] = []
         if call.choose_tables or call.choose_collectives:
             with call.phase("choose tables and collectives"):
@@ -159,7 +179,10 @@ class Session:
             if selection.offers == timed:
                 return step
             if self.call.left <= 0:
-                why = f"the budget of {self.call.budget:g} s ran out before the units that are within the margin could be timed as a whole step"  # fmt: skip
+                why = (
+                    f"the budget of {self.call.budget:g} s ran out before the units that are within the margin could "
+                    "be timed as a whole step"
+                )
                 for offer in selection.offers:
                     selection.drop(offer, why)
                 selection.change = None
@@ -178,11 +201,18 @@ class Session:
 def _check_repeatable(call: Call, base: Losses) -> None:
     """Evaluate the held-out batches again and raise if the metric changed: comparisons assume a deterministic run."""
     if not math.isfinite(base.mean):
-        call.notes.append("the metric of the held-out batches is not finite in high precision, so nothing can be compared with it; hint: leave out the batches where it is not finite")  # fmt: skip
+        call.notes.append(
+            "the metric of the held-out batches is not finite in high precision, so nothing can be compared with it; "
+            "hint: leave out the batches where it is not finite"
+        )
         return
     again = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
     if (change := has_drifted(again, base, call.margin)) is not None:
-        raise ValueError(f"the same batches, run twice in high precision, changed the metric {spell_change(change)}, expected no change; hint: the step, the metric or the model may keep state, or use a random generator of its own")  # fmt: skip
+        raise ValueError(
+            f"the same batches, run twice in high precision, changed the metric {spell_change(change)}, "
+            "expected no change; hint: the step, the metric or the model may keep state, or use a random generator "
+            "of its own"
+        )
 
 
 def _warn_if_early(call: Call, base: Losses) -> None:
@@ -201,9 +231,16 @@ def _warn_if_early(call: Call, base: Losses) -> None:
         return
     if base.mean < EARLY * constant.mean:
         if averaged is not None and metric.mean > averaged.mean:
-            call.notes.append(f"is a higher metric better? It is {metric.mean:.4f}, and {averaged.mean:.4f} if every example gets the model's mean prediction, which has the worse loss. Lower was assumed to be better; hint: return 1 - AUC, or the negative of the metric")  # fmt: skip
+            call.notes.append(
+                f"is a higher metric better? It is {metric.mean:.4f}, and {averaged.mean:.4f} if every example gets "
+                "the model's mean prediction, which has the worse loss. Lower was assumed to be better; hint: "
+                "return 1 - AUC, or the negative of the metric"
+            )
         return
-    call.notes.append(f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, the loss if every example gets the model's mean prediction; train until it is below {EARLY * constant.mean:.4f}, then tune again")  # fmt: skip
+    call.notes.append(
+        f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, the loss if every example gets "
+        f"the model's mean prediction; train until it is below {EARLY * constant.mean:.4f}, then tune again"
+    )
 
 
 def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval | None, parts: list[TablePlan | CollectivePlan]) -> Tuning:  # fmt: skip
@@ -264,5 +301,14 @@ def _describe(selection: Selection) -> list[TunedUnit]:
     for name, why in kept.items():
         if name not in offered:
             site = sites[name]
-            rows.append(TunedUnit(name=name, linears=[name], way="high", flops_share=site.flops / total, reason=why, alarms=[a.text for a in site.alarms[:2]]))  # fmt: skip
+            rows.append(
+                TunedUnit(
+                    name=name,
+                    linears=[name],
+                    way="high",
+                    flops_share=site.flops / total,
+                    reason=why,
+                    alarms=[a.text for a in site.alarms[:2]],
+                )
+            )
     return rows

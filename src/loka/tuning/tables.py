@@ -151,7 +151,12 @@ def choose_collectives(
     if not found:
         return []
     matrices = [p for _, p in dense_matrices(task.model)]
-    return [_choose_weights(task.model, matrices, found["weights"], measure, margin, within or (lambda change: change.high <= margin)), _choose_gradients(task, matrices, found["gradients"])]  # fmt: skip
+    return [
+        _choose_weights(
+            task.model, matrices, found["weights"], measure, margin, within or (lambda change: change.high <= margin)
+        ),
+        _choose_gradients(task, matrices, found["gradients"]),
+    ]
 
 
 def _choose_weights(

@@ -55,13 +55,19 @@ class Task:
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
-            raise ValueError("give a loss for batches of (inputs, target), or a step(model, batch) that returns the loss; exactly one of them")  # fmt: skip
+            raise ValueError(
+                "give a loss for batches of (inputs, target), or a step(model, batch) that returns the loss; "
+                "exactly one of them"
+            )
         if self.step is None:
             check_arity("loss", self.loss, 2, "(output, target)")
         else:
             check_arity("step", self.step, 2, "(model, batch)")
         if not isinstance(self.batches, Iterable):
-            raise ValueError(f"batches is {type(self.batches).__name__}, expected an iterable of batches: a list, a DataLoader, a generator")  # fmt: skip
+            raise ValueError(
+                f"batches is {type(self.batches).__name__}, expected an iterable of batches: a list, a DataLoader, "
+                "a generator"
+            )
         self.kept, self.notes = keep_batches(self.batches)
         if not self.kept:
             raise ValueError("batches is empty, or an iterator that is already used up; expected at least 2 batches")
@@ -114,7 +120,11 @@ class Task:
             return call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs, copied=copied)
         except TypeError as error:
             taken = "**kwargs" if isinstance(inputs, dict) else "*args" if isinstance(inputs, (tuple, list)) else "one argument"  # fmt: skip
-            raise ValueError(f"the inputs of a batch are a {type(inputs).__name__}, given as {taken}, and {type(model).__name__} fails: {error}; hint: ((inputs,), target) passes a tuple or a dict as one argument; with step= you call the model yourself") from error  # fmt: skip
+            raise ValueError(
+                f"the inputs of a batch are a {type(inputs).__name__}, given as {taken}, and {type(model).__name__} "
+                f"fails: {error}; hint: ((inputs,), target) passes a tuple or a dict as one argument; "
+                "with step= you call the model yourself"
+            ) from error
 
     def _run_step(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the step, and raise if it trains the model or writes to its batch. Every batch is checked once."""
@@ -134,7 +144,10 @@ class Task:
         if versions_of(weights) != before[0]:
             raise ValueError(f"the step changes the weights of the model: {calls}")
         if versions_of(given) != before[1]:
-            raise ValueError("the step changes its batch in place, so repeated runs would see different data; hint: clone what it writes to")  # fmt: skip
+            raise ValueError(
+                "the step changes its batch in place, so repeated runs would see different data; hint: "
+                "clone what it writes to"
+            )
         self._checked.add(id(batch))
         return value
 
@@ -154,7 +167,11 @@ class Task:
         """Compute the mean loss of a batch, and raise if it is not differentiable while gradients are enabled."""
         loss = self.losses(model, batch, copied=copied).float().mean()
         if torch.is_grad_enabled() and not loss.requires_grad:
-            why = "tune was called under torch.inference_mode" if torch.is_inference_mode_enabled() else "the loss, or a part of the model, is computed without gradients"  # fmt: skip
+            why = (
+                "tune was called under torch.inference_mode"
+                if torch.is_inference_mode_enabled()
+                else "the loss, or a part of the model, is computed without gradients"
+            )
             raise ValueError(f"no gradient flows from the loss to the model, so the effect of rounding errors cannot be predicted: {why}")  # fmt: skip
         return loss
 

@@ -135,10 +135,19 @@ def _say_slower(call: Call, tried: list[_Timed]) -> str:
     said = f"{SLOWER} ({max(one.ratio for one in tried):.2f}x at best)" if tried else SLOWER
     if call.cuda_graph:
         return said
-    return f"{said} when launched kernel by kernel; hint: cuda_graph=True, if your step is captured or compiled with mode=\"reduce-overhead\""  # fmt: skip
+    return (
+        f"{said} when launched kernel by kernel; hint: cuda_graph=True, if your step is captured or compiled with "
+        'mode="reduce-overhead"'
+    )
 
 
-def _settle_layout(call: Call, selection: Selection, base: Mapping[str, timing.Captured], original: Mapping[str, timing.Captured], note: str) -> StepTimes:  # fmt: skip
+def _settle_layout(
+    call: Call,
+    selection: Selection,
+    base: Mapping[str, timing.Captured],
+    original: Mapping[str, timing.Captured],
+    note: str,
+) -> StepTimes:
     """Without FP8: time the rewritten 16-bit step. Drop mods that the user did not ask for if it is slower or fails."""
     if len(base) > len(original):
         with put_back(call.task.model):
@@ -152,7 +161,9 @@ def _settle_layout(call: Call, selection: Selection, base: Mapping[str, timing.C
     return StepTimes(note=note if selection.mods else f"{note}: nothing is converted")
 
 
-def _time_converted(call: Call, selection: Selection, base: Mapping[str, timing.Captured]) -> tuple[dict[str, timing.Captured], dict[str, list[float]]]:  # fmt: skip
+def _time_converted(
+    call: Call, selection: Selection, base: Mapping[str, timing.Captured]
+) -> tuple[dict[str, timing.Captured], dict[str, list[float]]]:
     """Time the whole step with all offers, in every compile mode, in turns with the steps it is compared with.
 
     A chain that the step takes another path through is taken apart.
@@ -216,7 +227,12 @@ def say_compiler(name: str) -> str | None:
     return f"this speed-up was measured with torch.compile(model, {given}): compile it likewise" if given else None
 
 
-def _report(runs: Mapping[str, timing.Captured], times: dict[str, list[float]], mine: str, original: Mapping[str, timing.Captured]) -> StepTimes:  # fmt: skip
+def _report(
+    runs: Mapping[str, timing.Captured],
+    times: dict[str, list[float]],
+    mine: str,
+    original: Mapping[str, timing.Captured],
+) -> StepTimes:
     """Compare a timed step with the fastest original."""
     medians, host = _medians(times), {name: run.host_microseconds for name, run in runs.items()}
     before = min(original, key=medians.__getitem__)

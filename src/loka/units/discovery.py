@@ -156,7 +156,9 @@ def _find(searches: "list[_Search]", options: _Options) -> Discovered:
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and id(module) not in called:
             bypassed = f"{name}.weight" in read
-            found.alone[name] = refuse(module) or (_BYPASSED if bypassed else "it was not called; hint: use an example, or batches, that call it")  # fmt: skip
+            found.alone[name] = refuse(module) or (
+                _BYPASSED if bypassed else "it was not called; hint: use an example, or batches, that call it"
+            )
     for search in searches:
         others = [other for other in searches if other is not search]
         for site, calls in search.calls.items():
@@ -293,13 +295,24 @@ class _Search:
             if part := _find_between(self.path.held, call, reader):
                 return state.link(), None, f"{part} is a part of another model too, a {self.path.held[part]}, which calls it without this"  # fmt: skip
             if reader.in_function != call.in_function:
-                return state.link(), None, f"{reader.site or reader.op} follows it across the border of an autograd function, such as a reentrant checkpoint"  # fmt: skip
+                return (
+                    state.link(),
+                    None,
+                    (
+                        f"{reader.site or reader.op} follows it across the border of an autograd function, "
+                        "such as a reentrant checkpoint"
+                    ),
+                )
             if reader.site is not None and reader.linear and reader.inputs == (value,):
                 if why := self._refuse(reader.site):
                     return state.link(), None, f"{reader.site}: {why}"
                 types = [self.flow.dtypes[one.outputs[0]] for one in (call, reader)]
                 if types[0] != types[1]:  # a chain has one
-                    return state.link(), None, f"{reader.site} computes in {types[1]}, it in {types[0]}: autocast begins or ends between them"  # fmt: skip
+                    return (
+                        state.link(),
+                        None,
+                        f"{reader.site} computes in {types[1]}, it in {types[0]}: autocast begins or ends between them",
+                    )
                 return state.link(), reader, ""
             if why := self._take(reader, value, state):
                 return state.link(), None, why

@@ -37,7 +37,9 @@ def beam_attention(
     """
     _check(q, k, v, lengths)
     requests, beams, heads, d = q.shape
-    call = BeamAttentionCall(requests, beams, heads, k.shape[2], k.shape[1], d, q.dtype, same(k, v), None if k.dtype == q.dtype else k.dtype)  # fmt: skip
+    call = BeamAttentionCall(
+        requests, beams, heads, k.shape[2], k.shape[1], d, q.dtype, same(k, v), None if k.dtype == q.dtype else k.dtype
+    )
     chosen = pick("beam_attention", backend, call, q.device)
     out: Tensor = chosen.backend.run(q, k, v, lengths, scale=q.shape[3] ** -0.5 if scale is None else scale)
     return out

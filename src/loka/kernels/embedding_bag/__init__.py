@@ -43,7 +43,10 @@ def embedding_bag(
         torch.Size([2, 16])
     """
     if weights is not None and offsets is None:
-        raise ValueError("weights without offsets: expected offsets [bags + 1], since weights are for sums; hint: embedding_bag(rows, indices) * weights[:, None]")  # fmt: skip
+        raise ValueError(
+            "weights without offsets: expected offsets [bags + 1], since weights are for sums; hint: "
+            "embedding_bag(rows, indices) * weights[:, None]"
+        )
     mode = "item" if offsets is None else mode
     check_items(rows, indices, offsets, weights)
     bags = len(indices) if offsets is None else len(offsets) - 1

@@ -78,7 +78,22 @@ def fused_linear(
         >>> layer = fused_linear(x, w, out=spec, out_scale=scale, norm_block=0, activation="relu", amax=history)
     """
     m, k = a.shape
-    call = FusedCall(m, k, b.shape[0], a.spec, b.spec, out, norm_block, activation, bias is not None, keep, transpose, amax is not None, slope, draws(dropout, a.device))  # fmt: skip
+    call = FusedCall(
+        m,
+        k,
+        b.shape[0],
+        a.spec,
+        b.spec,
+        out,
+        norm_block,
+        activation,
+        bias is not None,
+        keep,
+        transpose,
+        amax is not None,
+        slope,
+        draws(dropout, a.device),
+    )
     chosen = pick("fused_linear", backend, call, a.device)
     result = chosen.backend.run(a, b, call, out_scale=out_scale, bias=bias, amax=amax, dropout=dropout, launch=launch)
     return cast(FusedResult, result)

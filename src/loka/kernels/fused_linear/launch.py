@@ -88,7 +88,11 @@ class Launch:
             )
             if not low <= value <= high or value & (value - 1)
         ]  # fmt: skip
-        wrong += [f"{name}={getattr(self, name)} is less than 1" for name in ("stages", "group", "resident", "split") if getattr(self, name) < 1]  # fmt: skip
+        wrong += [
+            f"{name}={getattr(self, name)} is less than 1"
+            for name in ("stages", "group", "resident", "split")
+            if getattr(self, name) < 1
+        ]
         if wrong:
             raise ValueError(f"not a launch: {'; '.join(wrong)}")
 

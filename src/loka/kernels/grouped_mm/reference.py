@@ -52,7 +52,16 @@ def _multiply(
 
 
 @fake_of(_multiply)
-def _(x: Tensor, sx: Tensor | None, x_spec: str, w: Tensor, sw: Tensor | None, w_spec: str, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:  # fmt: skip
+def _(
+    x: Tensor,
+    sx: Tensor | None,
+    x_spec: str,
+    w: Tensor,
+    sw: Tensor | None,
+    w_spec: str,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[1], dtype=out_dtype)
 
 

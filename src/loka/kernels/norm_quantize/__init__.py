@@ -63,9 +63,34 @@ def norm_quantize(
     affine = weight is not None or bias is not None
     kept = x.spec if isinstance(x, QTensor) else None
     dtype = x.data.dtype if isinstance(x, QTensor) else x.dtype
-    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, dtype, out_dtype, transpose, kept, draws(dropout, x.device), 0 if head is None else head.shape[0])  # fmt: skip
+    call = NormCall(
+        m,
+        k,
+        spec,
+        norm,
+        activation,
+        affine,
+        residual is not None,
+        dtype,
+        out_dtype,
+        transpose,
+        kept,
+        draws(dropout, x.device),
+        0 if head is None else head.shape[0],
+    )
     chosen = pick("norm_quantize", backend, call, x.device)
-    result = chosen.backend.run(x, call, weight=weight, bias=bias, residual=residual, eps=eps, scale=scale, amax=amax, dropout=dropout, head=head)  # fmt: skip
+    result = chosen.backend.run(
+        x,
+        call,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        eps=eps,
+        scale=scale,
+        amax=amax,
+        dropout=dropout,
+        head=head,
+    )
     return cast(NormResult, result)
 
 

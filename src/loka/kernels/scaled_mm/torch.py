@@ -75,7 +75,12 @@ def _lay_out(b: QTensor, a: Spec) -> Laid:
 
 def adds_bias(call: MatmulCall) -> bool:
     """Return whether cuBLASLt adds a bias in its epilogue: 16-bit output, tensor scales, N that needs no padding."""
-    return call.a.block == call.b.block == TENSOR and call.n % GRANULE == 0 and call.out_dtype in (torch.bfloat16, torch.float16) and min(call.m, call.n, call.k) > 0  # fmt: skip
+    return (
+        call.a.block == call.b.block == TENSOR
+        and call.n % GRANULE == 0
+        and call.out_dtype in (torch.bfloat16, torch.float16)
+        and min(call.m, call.n, call.k) > 0
+    )
 
 
 def run(
