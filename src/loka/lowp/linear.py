@@ -33,6 +33,7 @@ from loka.lowp.linear_state import LinearState, can_cache
 from loka.lowp.scaling import AmaxState, find_amax
 from loka.lowp.step import file_magnitudes, follow, unfollow
 from loka.lowp.weight_cache import WeightCache, quantize_weight
+from loka.nn.jagged import on_values
 from loka.nn.mixing import declare_mixed, mix, unmix
 
 __all__ = ["Linear", "LinearBinding", "LinearState", "linears_of", "refresh", "refuse"]
@@ -160,6 +161,8 @@ class Linear(nn.Linear):
         """Compute x [..., K] -> y [..., N] in the input's dtype, or autocast's if it is enabled."""
         if "state" not in self.__dict__:  # reverted, and called by a forward that was kept before
             return type(self).forward(self, input)
+        if input.is_nested:
+            return on_values(lambda values: Linear.forward(self, values), input)
         refuse_export(self.state)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype

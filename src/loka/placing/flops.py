@@ -16,11 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from loka.lowp.binding import LinearBinding
+from loka.nn.jagged import dense
 from loka.nn.wrapping import named_sites
 from loka.units.example import tensors_in, try_example
 from loka.units.undisturbed import gradients_aside, undisturbed
 
-_CPU_ATTENTION: dict[Any, Any] = {  # missing in torch's own registry
+_MORE: dict[Any, Any] = {  # missing in torch's own registry: attention on a CPU, and what nested tensors do not take apart
+    torch.ops.aten.linear: lambda x, w, *_, **__: 2 * x.numel() * w.shape[0],
+    torch.ops.aten.matmul: lambda a, b, **__: 2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
 }  # fmt: skip
@@ -41,8 +44,9 @@ def low_precision_share(
     modules = dict(named_sites(model))
     low, called = 0.0, set[int]()
 
-    def count(module: nn.Linear, x: Tensor, gemms: float) -> None:
+    def count(module: nn.Linear, given: Tensor, gemms: float) -> None:
         nonlocal low
+        x = dense(given)
         low += 2.0 * (x.numel() // max(x.shape[-1], 1)) * module.in_features * module.out_features * gemms
 
     def count_call(module: nn.Linear, x: Tensor, y: Tensor, binding: LinearBinding | None) -> None:
@@ -88,9 +92,14 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if jagged := next(
+            (type(x) for x in tensors_in((args, kwargs)) if x.is_nested and x.layout == torch.jagged), None
+        ):
+            with self:  # count what it does with its values: the formulas know no ragged dimension
+                return jagged.__torch_dispatch__(func, types, args, kwargs)
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)
-        formula: Any = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
+        formula: Any = flop_registry.get(packet) or _MORE.get(packet)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
         return out

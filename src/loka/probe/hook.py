@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.lowp.chain import chain_of
+from loka.nn.jagged import dense
 from loka.nn.replacing import SEES_CHAINS
 from loka.probe.loss import LossWatch
 from loka.probe.seeing import NO_TICKET, Tap, probe_see
@@ -33,7 +34,7 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, right = adapter.operands(module, args, kwargs)
         weight = adapter.weight(module) if sharded and adapter.weight is not None else None
-        return output if adapter.kind == "lookup" else x, right, weight
+        return dense(output if adapter.kind == "lookup" else x), right, weight
 
     def look(x: Tensor, right: Tensor | None, weight: Tensor | None, output: Tensor) -> None:
         number = watch.see_forward(
@@ -41,7 +42,7 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
         )
         if number != NO_TICKET and adapter.gradient and output.requires_grad:
             # A tensor hook, not a Tap: in eager mode an in-place op may follow, which a Function's output forbids.
-            output.register_hook(lambda dy: watch.see_backward(number, dy))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda dy: watch.see_backward(number, dense(dy)))  # type: ignore[no-untyped-call]
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         if not (torch.is_grad_enabled() or switch.ungraded) or not switch.on:

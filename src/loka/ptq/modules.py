@@ -28,6 +28,7 @@ from loka.kernels.scaled_mm import GemmWay, prepare, scaled_mm
 from loka.lowp.auto import settle
 from loka.lowp.binding import LinearBinding
 from loka.nn import GroupedLinear
+from loka.nn.jagged import on_values
 from loka.nn.mix import compute_dtype
 from loka.nn.wrapping import named_sites
 
@@ -148,6 +149,8 @@ class QuantizedLinear(_Quantized):
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's dtype, or in autocast's if it is on."""
+        if input.is_nested:
+            return on_values(self.forward, input)
         if input.shape[-1] != self.in_features:
             raise ValueError(f"QuantizedLinear takes [..., {self.in_features}], got {tuple(input.shape)}")
         flat = input.reshape(-1, self.in_features)

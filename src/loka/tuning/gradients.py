@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from loka.dispatch.choosing import Offer
 from loka.kernels import registry
+from loka.nn.jagged import dense
 from loka.nn.wrapping import named_sites
 from loka.placing import converted
 from loka.records import Plan
@@ -392,8 +393,9 @@ def _watch_input(calls: dict[int, Tensor], begun: list[int], module: nn.Module, 
 
     def keep(gradient: Tensor) -> None:
         # slice whole examples: every 32nd row would pick the same one of 32 vectors from each example
-        some = gradient.detach()[:: max(gradient.shape[:-1].numel() // ROWS, 1)]
-        calls[number] = some.reshape(-1, gradient.shape[-1]).to(torch.float32, copy=True)
+        whole = dense(gradient.detach())
+        some = whole[:: max(whole.shape[:-1].numel() // ROWS, 1)]
+        calls[number] = some.reshape(-1, whole.shape[-1]).to(torch.float32, copy=True)
 
     if x is not None and x.requires_grad:
         x.register_hook(keep)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from loka.dispatch.choosing import Looked, SiteLook
 from loka.formats import left_in_sum
 from loka.lowp.linear import refuse
+from loka.nn.jagged import dense
 from loka.nn.wrapping import named_sites
 from loka.probe.adapter import find_adapter
 from loka.probe.offset import find_offsets
@@ -135,7 +136,7 @@ class _Observer:
     def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         given = args[0] if args else kwargs["input"]
         self._is_raw &= not given.requires_grad
-        x = given.detach().reshape(-1, self.look.k)
+        x = dense(given.detach()).reshape(-1, self.look.k)
         self.look.rows = max(self.look.rows, x.shape[0])
         if not self.armed:  # activation checkpointing calls it again in backward
             self._counted += x.shape[0]
@@ -148,7 +149,7 @@ class _Observer:
 
         def keep(g: Tensor) -> None:
             if self.armed:
-                dy = g.detach().reshape(-1, width)
+                dy = dense(g.detach()).reshape(-1, width)
                 self._rows.append(_Rows(rows, dy[::every].clone(), count, dy.abs().amax().float(), left_in_sum(dy)))
 
         output.register_hook(keep)  # type: ignore[no-untyped-call]

@@ -257,6 +257,8 @@ class _Search:
             return "its weight is read elsewhere too"
         if is_watched(module):
             return "it has hooks that would see other tensors"
+        if any(value in self.flow.nested for call in self.calls[site] for value in (*call.inputs, *call.outputs)):
+            return "it runs on nested tensors"
         if len(self.calls[site]) != 1:
             return f"it is called {len(self.calls[site])} times"
         return None

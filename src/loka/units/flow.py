@@ -84,6 +84,7 @@ class Flow:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     floating: list[bool] = field(default_factory=list)  # whether a value holds floating-point numbers
     dtypes: list[torch.dtype] = field(default_factory=list)  # of every value
+    nested: set[int] = field(default_factory=set)  # values that are nested tensors
     results: frozenset[int] = frozenset()
     owned: set[int] = field(default_factory=set)  # values that are parameters or buffers
     outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
@@ -465,9 +466,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a weakref: keeping every intermediate of a batch alive could exhaust GPU memory
         self._alive[id(tensor)] = weakref.ref(tensor, _make_forget(id(tensor), self._values, self._alive))
         self._values[id(tensor)] = len(self._flow.shapes)
-        self._flow.shapes.append(tuple(tensor.shape))
+        if tensor.is_nested:
+            self._flow.nested.add(self._values[id(tensor)])
+        self._flow.shapes.append(_shape_of(tensor))
         self._flow.floating.append(tensor.is_floating_point())
         self._flow.dtypes.append(tensor.dtype)
         if id(tensor) in self._owners or id(tensor) in self._buffers:
             self._flow.owned.add(self._values[id(tensor)])
         return self._values[id(tensor)]
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape; of a nested tensor that of its rows, one behind another, if it has them so."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    values = getattr(tensor, "_values", None)  # not `values()`, which would be recorded as an operation
+    return tuple(values.shape) if isinstance(values, Tensor) else ()
