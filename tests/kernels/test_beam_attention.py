@@ -263,6 +263,13 @@ def test_on_triton_a_context_in_fp8(triton_device, case) -> None:
         assert_near(out, beam_attention(rounded, *rest, scale=0.33, backend="reference"), 0.02)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_on_triton_a_scale_may_be_zero_or_negative(triton_device, scale: float) -> None:
+    operands = make(2, 5, 4, 2, 20, 16, lengths=[20, 7], device=triton_device)
+    out = beam_attention(*operands, scale=scale, backend="triton")
+    assert_near(out, beam_attention(*operands, scale=scale, backend="reference"), 1e-5)
+
+
 def test_on_triton_operands_inside_others(triton_device) -> None:
     """Queries that are a slice of a projection, keys of one layer out of many."""
     q, k, v, lengths = make(2, 5, 4, 2, 20, 16, device=triton_device)

@@ -237,6 +237,8 @@ def attend(
         return out
     if s == 0:
         return out.zero_()
+    if scale <= 0:  # the kernel scales the maximum of the scores, which is that of scaled scores for a positive scale only
+        q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     rows = beams * (heads // groups)
     bm, bn, warps, stages = tile or tile_for(rows, shared)
     tma = _one_matrix(k) and (shared or _one_matrix(v))
