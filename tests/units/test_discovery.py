@@ -133,6 +133,15 @@ def _returned_in_an_object(m: Net, x: Tensor) -> object:
     return SimpleNamespace(hidden=h, logit=m.last(m.c(m.act2(m.b(h)))))
 
 
+def _in_a_cycle(m: Net, x: Tensor) -> Tensor:
+    h = m.act(m.a(x))
+
+    def then(times: int) -> Tensor:  # refers to itself, and to h: nobody has either, but only the collector frees them
+        return then(times - 1) if times else m.b(h)
+
+    return m.last(m.c(m.act2(then(1))))
+
+
 def _weight_read(m: Net, x: Tensor) -> Tensor:
     return m.last(m.c(m.b(m.act(m.a(x))))) + m.b.weight.sum() * 0
 
@@ -197,6 +206,7 @@ def _protect(model: Net) -> None:
         (_functional, {}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (_kept, {}, [["a"], ["b", "c"]], "it is a result of the model"),
         (_kept_elsewhere, {}, [["a"], ["b", "c"]], "it is a result of the model"),
+        (_in_a_cycle, {}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (_returned_in_an_object, {}, [["a"], ["b", "c"]], "it is a result of the model"),
         (_returned_in_an_object, {"last": nn.Linear(64, 64)}, [["a"], ["b", "c"]], "last: it is a prediction layer"),
         (_weight_read, {}, [["a"]], "b: its weight is read elsewhere too"),

@@ -14,6 +14,7 @@ This is one execution, not a proof: on other data the forward may take another p
 forwards have other paths.
 """
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -374,10 +375,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self, result: Any) -> Flow:
         # what somebody keeps is a result too, in attributes, a global list or an object of any class: a loss may read it
-        kept = {self._values[key] for key, tensor in self._alive.items() if tensor() is not None}
-        self._flow.results = frozenset(self._value(t) for t in tensors_in(result)) | (kept & self._flow.makers.keys())
+        results = frozenset(self._value(t) for t in tensors_in(result))
+        if not self._kept() <= results:
+            gc.collect()  # what is only part of a cycle is kept by nobody
+        self._flow.results = results | self._kept()
         self._flow.outside_reads = frozenset(self._outside)
         return self._flow
+
+    def _kept(self) -> set[int]:
+        """Return the values made in this flow whose tensors still exist."""
+        alive = [self._values[key] for key, tensor in self._alive.copy().items() if tensor() is not None]
+        return self._flow.makers.keys() & alive
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         atom = next(module.children(), None) is None
