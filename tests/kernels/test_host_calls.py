@@ -11,29 +11,17 @@ from torch import Tensor
 pytest.importorskip("triton", exc_type=ImportError)
 
 from loka.kernels import op as op_module
-from loka.kernels import triton_bound
-from loka.kernels.dots import triton_kernels as dots_kernels
+from loka.kernels import plans, triton_bound
 from loka.kernels.dots import triton_ops as dots
-from loka.kernels.fused_linear import triton_dgrad_kernels, triton_gradient_kernels
-from loka.kernels.fused_linear import triton_kernels as fused_kernels
 from loka.kernels.fused_linear import triton_ops as fused
-from loka.kernels.interaction import triton_kernels as interaction_kernels
 from loka.kernels.interaction import triton_ops as interaction
-from loka.kernels.norm_quantize import triton_both, triton_kernels
 from loka.kernels.norm_quantize import triton_ops as norms
 from loka.kernels.quantize import triton_ops as quantizer
-from loka.kernels.quantize import triton_plan
 from loka.kernels.tile import INTERPRETED
 from loka.kernels.triton_launcher import Quick
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="launches are noted here, not interpreted")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-CACHES = [
-    function
-    for module in (dots_kernels, triton_dgrad_kernels, fused_kernels, triton_gradient_kernels, interaction_kernels, triton_both, triton_kernels, triton_plan)
-    for function in vars(module).values()
-    if hasattr(function, "cache_clear") and "plan" in function.__name__
-]  # fmt: skip
 
 
 class Noted:
@@ -69,9 +57,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    assert len(CACHES) >= 13
-    for cached in CACHES:
-        cached.cache_clear()
+    assert len(plans._caches) >= 13
+    plans.forget_plans()
 
 
 def of(rows: int, columns: int, dtype: torch.dtype = BF16, *, apart: int = 0) -> Tensor:

@@ -5,7 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from loka.kernels.strides import aligned_rows, empty_rows, maker, rows_maker
+from loka.kernels.plans import planned
+from loka.kernels.strides import Maker, aligned_rows, empty_rows, maker, rows_maker
+from loka.measure.conformance import poisoned_allocations
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,19 @@ def test_a_maker_of_rows_leaves_room_for_the_padding_of_all(columns: int) -> Non
     expected = empty_rows(3, columns, 16, torch.float8_e4m3fn, torch.device("cpu"))
     assert (made.shape, made.stride()) == (expected.shape, expected.stride())
     assert made.untyped_storage().nbytes() == expected.untyped_storage().nbytes() == 3 * -(-columns // 16) * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_what_a_plan_allocates_is_poisoned_where_all_is(dtype: torch.dtype) -> None:
+    """A plan from before too: otherwise no check would see what a kernel leaves unwritten."""
+
+    @planned
+    def plan(columns: int) -> Maker:
+        return rows_maker(64, columns, 16, dtype, torch.device("cpu"))
+
+    for columns in (64, 60):
+        plan(columns)().zero_()
+        with poisoned_allocations():
+            assert plan(columns)().float().isnan().all()
+    fast = maker((64, 64), dtype, torch.device("cpu"))
+    assert plan(64).func is fast.func  # type: ignore[attr-defined]

@@ -3,12 +3,12 @@
 A model calls an op with the same sizes step after step. What follows from sizes, strides, dtypes and options (the grid,
 the integers, the constants, the shapes of outputs) is computed once, in a function that is cached by them:
 
-    @lru_cache(maxsize=PLANS)
+    @planned
     def _plan(m, k, stride, device) -> Plan:         numbers in, never a tensor: all that a launch depends on is in the key
-        return Plan(new=empty_on(device), q=rows_of(m, k, 16, dtype), launch=bind(_kernel, (m,), m, k, stride, 128))
+        return Plan(q=rows_maker(m, k, 16, dtype, device), launch=bind(_kernel, (m,), m, k, stride, 128))
 
     plan = _plan(*x.shape, x.stride(0), x.device)    a call of the op
-    q = plan.new(*plan.q)
+    q = plan.q()
     plan.launch(x, q)
 
 What is left of a launch is the address of each tensor. The compiled kernel is found by the current GPU, by the dtypes,
@@ -25,7 +25,6 @@ from triton.runtime.jit import TensorWrapper
 from loka.kernels.triton_compiled import CACHE_LIMIT, Compiled, describe
 from loka.kernels.triton_launcher import Quick
 
-PLANS = 1024  # entries of a cache of plans: shapes of a model, times the batch sizes it is called with
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _NOTHING: Mapping[int, Any] = {}
 

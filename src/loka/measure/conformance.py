@@ -46,6 +46,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, Format, QTensor, Spec, decode, expand_scale, quantize
 from loka.kernels.backend import Backend
+from loka.kernels.plans import forget_plans
 from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
 
@@ -276,7 +277,10 @@ def _allowance(terms: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Make torch fill every uninitialized floating-point allocation with NaN (its deterministic mode, C++ included)."""
+    """Make torch fill every uninitialized floating-point allocation with NaN (its deterministic mode, C++ included).
+
+    Plans of ops are forgotten before and after: they allocate as they did when they were made.
+    """
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
@@ -285,10 +289,12 @@ def poisoned_allocations() -> Iterator[None]:
             # ops without a deterministic implementation may run: only the fill matters
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+            forget_plans()
             yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode(mode)
+        forget_plans()
 
 
 def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None = None) -> Conformance:

@@ -237,7 +237,7 @@ def attend(
         return out
     if s == 0:
         return out.zero_()
-    if scale <= 0:  # the kernel scales the maximum of the scores, which is that of scaled scores for a positive scale only
+    if scale <= 0:  # the kernel scales the maximum of the scores: the largest only times a positive number
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     rows = beams * (heads // groups)
     bm, bn, warps, stages = tile or tile_for(rows, shared)

@@ -11,15 +11,14 @@ kernel cannot raise, so invalid pairs make every product NaN.
 Each kernel reads X once: 27 vectors of 128 in bf16 are 7 KiB, and the time of copying B of them is the lower bound.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.plans import planned
 from loka.kernels.strides import Maker, maker, next_power_of_2
-from loka.kernels.triton_bound import PLANS, Bound, bind
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 
@@ -94,7 +93,7 @@ def _padded_sizes(n: int, d: int) -> tuple[int, int]:
     return max(16, next_power_of_2(n)), max(16, next_power_of_2(d))
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_places(pairs: int, n: int, device: torch.device) -> tuple[Maker, Bound]:
     launch = bind(_places, (1,), pairs, n, next_power_of_2(max(n * n, pairs, 1)), num_warps=8)
     return maker((n * n + 1,), torch.int32, device), launch
@@ -108,7 +107,7 @@ def places(first: Tensor, second: Tensor, n: int) -> Tensor:
     return place
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_dots(shape: tuple[int, int, int], heads: int, pairs: int, dtype: torch.dtype, device: torch.device) -> tuple[Maker, Bound | None]:  # fmt: skip
     """Without a launch if there is nothing to multiply."""
     b, n, d = shape
@@ -129,7 +128,7 @@ def dots(x: Tensor, head: Tensor | None, place: Tensor, pairs: int) -> Tensor:
     return y
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_gradient(shape: tuple[int, int, int], pairs: int, dtype: torch.dtype, device: torch.device) -> tuple[Maker, Bound | None]:  # fmt: skip
     b, n, d = shape
     size, width = _padded_sizes(n, d)

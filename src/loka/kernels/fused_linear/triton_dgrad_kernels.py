@@ -7,7 +7,6 @@ result quantized both ways with one scale from earlier steps, so that no 16-bit 
 layers. It also collects the amax of g_previous for the next scale, and column sums for the bias.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,10 +27,11 @@ from loka.kernels.fused_linear.triton_kernels import (
     number_at,
     raise_amax,
 )
+from loka.kernels.plans import planned
 from loka.kernels.scaled_mm.triton_kernels import tma_ready
 from loka.kernels.strides import Maker, cdiv, maker
 from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
-from loka.kernels.triton_bound import PLANS, Bound, bind
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _SCALAR = tl.constexpr(1)
@@ -140,7 +140,7 @@ class _Plan(NamedTuple):
     launch: Bound
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan(
     m: int, k: int, n: int, astride: bool, device: torch.device, z_stride: int, z_bytes: int, amax: bool, activation: int, kept: int, slope: float,
     dtype: torch.dtype, bias: bool, given: tuple[int, ...] | None, draw: bool, p: float, stream: int, drop: int,

@@ -4,7 +4,6 @@ One kernel reads dy and what forward kept once, and writes g for dgrad and g^T f
 operands to be contiguous along the contracted axis. A dynamic scale of the whole tensor takes another pass before it.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from loka.kernels.dropout import draw_numbers
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
 from loka.kernels.fused_linear.triton_kernels import aligned_maker, row_step
+from loka.kernels.plans import planned
 from loka.kernels.quantize.triton_kernels import scales_maker
 from loka.kernels.quantize.triton_maxima_kernels import bind_total
 from loka.kernels.scaled_mm.triton_kernels import GROUPED
@@ -34,7 +34,7 @@ from loka.kernels.tile import (
     slope_from_output,
     to_fp8,
 )
-from loka.kernels.triton_bound import PLANS, Bound, bind
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
@@ -210,7 +210,7 @@ class _Plan(NamedTuple):
     launch: Bound
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan(
     shape: tuple[int, int], stride: int, device: torch.device, z_stride: int, given: bool, norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool,
     dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool, draw: bool, p: float, stream: int, drop: int,

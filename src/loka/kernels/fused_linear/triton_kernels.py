@@ -11,7 +11,6 @@ Tiles that do not fill the GPU are split along K (`launch.split`): partial sums 
 adds them and runs the same epilogue.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.dropout import draw_numbers
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
 from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, special_cost, stored_width
+from loka.kernels.plans import planned
 from loka.kernels.quantize.triton_kernels import scales_maker
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, scale_strides, tma_ready
 from loka.kernels.strides import Maker, cdiv, empty_rows, maker, rows_maker
@@ -37,7 +37,7 @@ from loka.kernels.tile import (
     tile_order,
     to_fp8,
 )
-from loka.kernels.triton_bound import PLANS, Bound, bind
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _SCALAR = tl.constexpr(1)
@@ -343,7 +343,7 @@ class _Plan(NamedTuple):
     finish: Bound | None
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan(
     m: int, k: int, n: int, astride: bool, device: torch.device, sa_strides: tuple[int, int], sb_strides: tuple[int, int], bias: bool, amax: bool,
     a_source: int, b_source: int, norm: bool, activation: int, slope: float, form: int, out_dtype: torch.dtype, pow2: bool, keep: int, transpose: bool,

@@ -8,7 +8,6 @@ small tensor core products. The flattened products are normalized in blocks of 2
 k products of a vector: each vector has two sums, one for each block that it may be in.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
+from loka.kernels.plans import planned
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.strides import Maker, cdiv, maker, next_power_of_2
 from loka.kernels.tile import INTERPRETED, inverse, multiply, to_fp8
-from loka.kernels.triton_bound import PLANS, Bound, bind
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _EPS = tl.constexpr(NORM_EPS)
@@ -262,7 +262,7 @@ class _Plan(NamedTuple):
     launch: Bound | None
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_interact(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, k: int, n_l: int, n_f: int, project: bool, keep: bool
 ) -> _Plan:  # fmt: skip
@@ -296,7 +296,7 @@ def interact(
     return made
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_finish(rows: int, d: int, strides: tuple[int, int, int], n_f: int, keep: bool) -> Bound:
     return bind(_finish, (rows,), *strides, d, n_f, _padded(n_f), _padded(d), keep, num_warps=4)
 
@@ -314,7 +314,7 @@ def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor, n_f
     _plan_finish(rows, d, strides, n_f, keep)(following, tower, residual, rstd if keep else None)
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_norm_gradient(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Maker, Bound]:
     rows, vectors, d = shape
     launch = bind(_norm_gradient, (rows,), d, vectors, _padded(vectors), _padded(d), num_warps=4)
@@ -330,7 +330,7 @@ def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
     return ds
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_gradient(
     shape: tuple[int, int, int], weight: tuple[int, int], dtype: torch.dtype, device: torch.device, k: int, n_l: int, n_f: int, project: bool
 ) -> tuple[Maker, Maker, Bound]:  # fmt: skip

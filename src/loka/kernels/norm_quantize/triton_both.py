@@ -17,7 +17,6 @@ at most var K / chunk. Column sums for the parameters are written once per progr
 reduction in a fixed order, so they are deterministic.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from loka.kernels.dropout import draw_numbers
 from loka.kernels.norm_quantize.triton_kernels import LAYER, add_parts, raise_amax, scale_source, to_values
+from loka.kernels.plans import planned
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.strides import Maker, alignment, cdiv, maker, rows_maker
 from loka.kernels.tile import (
@@ -41,7 +41,7 @@ from loka.kernels.tile import (
     pack_rows_checked,
     to_fp8,
 )
-from loka.kernels.triton_bound import PLANS, Bound, bind
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 _NEAR = 100 << 10  # bytes of a program's rows such that two programs fit in the L1 of a multiprocessor
@@ -314,7 +314,7 @@ class _ForwardPlan(NamedTuple):
     launch: Bound
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_forward(
     shape: tuple[int, int], stride: int, size: int, device: torch.device, x_source: int, weight: bool, bias: bool, amax: bool,
     norm: int, activation: int, eps: float, dtype: torch.dtype, draw: bool, p: float, stream: int,
@@ -357,7 +357,7 @@ class _BackwardPlan(NamedTuple):
     launch: Bound
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_backward(
     shape: tuple[int, int], stride: int, device: torch.device, h_stride: int, size: int, h_source: int, weight: bool, bias: bool, amax: bool,
     norm: int, activation: int, dtype: torch.dtype, draw: bool, p: float, stream: int,

@@ -6,7 +6,6 @@ loop and sums the parameter gradients in registers; a small reduction over progr
 deterministic. Outputs that are also written transposed need several rows at once: see `triton_both`.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.dropout import draw_numbers
 from loka.kernels.fused_linear.call import NORM_BLOCK
+from loka.kernels.plans import planned
 from loka.kernels.quantize.triton_kernels import scales_maker
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.strides import Maker, alignment, cdiv, maker, next_power_of_2, rows_maker
@@ -30,7 +30,7 @@ from loka.kernels.tile import (
     scale_of,
     to_fp8,
 )
-from loka.kernels.triton_bound import PLANS, Bound, bind
+from loka.kernels.triton_bound import Bound, bind
 from loka.kernels.triton_launcher import quick
 
 LAYER, RMS, BLOCK = 0, 1, 2
@@ -441,7 +441,7 @@ class _ForwardPlan(NamedTuple):
     launch: Bound
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_forward(
     shape: tuple[int, int], stride: int, x_dtype: torch.dtype, device: torch.device, x_source: int, residual: int | None, weight: bool, bias: bool, amax: bool, heads: int,
     norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None, draw: bool, p: float, stream: int,
@@ -502,7 +502,7 @@ class _BackwardPlan(NamedTuple):
     launch: Bound
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def _plan_backward(
     shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device, h_stride: int, h_source: int, dh: int | None, weight: bool, bias: bool, amax: bool, blocks: int,
     norm: int, activation: int, draw: bool, p: float, stream: int,

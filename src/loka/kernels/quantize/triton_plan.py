@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from loka.formats import E5M2, ROW, TENSOR, Block, Spec, scale_shape
+from loka.kernels.plans import planned
 from loka.kernels.quantize import triton_kernels as kernels
 from loka.kernels.quantize.triton_grouped_kernels import bind_grouped
 from loka.kernels.quantize.triton_maxima_kernels import Maxima, bind_maxima, bind_scales
 from loka.kernels.quantize.triton_pairs_kernels import are_pairs
 from loka.kernels.strides import Maker, cdiv, maker, rows_maker
-from loka.kernels.triton_bound import PLANS, Bound
+from loka.kernels.triton_bound import Bound
 
 SOURCES = {
     TENSOR: kernels.SCALAR,
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
     operands: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
-@lru_cache(maxsize=PLANS)
+@planned
 def plan_of(
     shape: tuple[int, int], stride: int, dtype: torch.dtype, device: torch.device, near: bool, spec: str, transpose: str, seed: int
 ) -> Plan:  # fmt: skip
