@@ -124,7 +124,10 @@ def convert(
             members = {name for unit in units for name in unit.linears}
             (share, idle), of = low_precision_share(inner, example, bound.bindings, members), "model"
             if idle:
-                bound.notes.append(f"not called on the example, where nothing of them runs in low precision: {', '.join(idle)}")  # fmt: skip
+                bound.notes.append(
+                    "not called on the example, so not counted; where a forward reads such a weight itself, as in "
+                    f"F.linear, nothing runs in low precision: {', '.join(idle)}"
+                )
         _place(inner, bound, units, undo)
         if example is not None and units:
             _rehearse(inner, example)
