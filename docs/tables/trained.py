@@ -10,7 +10,14 @@ FAMILIES = {
     "interformer": "InterFormer (one layer, 2,048 wide, 4,096 rows)",
     "hstu": "HSTU (four layers, 1,024 wide, 128 users)",
 }
-RECORDS = ("trained_plain", "trained_wukong", "trained", "trained_mods", "trained_interformer", "trained_hstu")  # newest first
+RECORDS = (
+    "trained_plain",
+    "trained_wukong",
+    "trained",
+    "trained_mods",
+    "trained_interformer",
+    "trained_hstu",
+)  # newest first
 ARMS = {
     "tuned": "`loka.tune`'s choice",
     "naive": "torchao tensorwise everywhere",
