@@ -131,15 +131,12 @@ class Session:
             if after_training != before_training:
                 metric.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
-            launched = (
-                (
-                    "speeds are of steps launched kernel by kernel, since cuda_graph=False: the longer of host and device "
-                    "time"
+            if step.medians and not call.cuda_graph:
+                call.notes.append(
+                    "speeds are of steps launched kernel by kernel, since cuda_graph=False: "
+                    "the longer of host and device time"
                 )
-                if step.medians and not call.cuda_graph
-                else None
-            )
-            call.notes += [note for note in (launched, step.compile_note, step.host_note) if note]
+            call.notes += [note for note in (step.compile_note, step.host_note) if note]
             metric.note_margin(call, selection)
             if trained is not None and selection.offers != after_training:
                 call.notes.append(
