@@ -321,12 +321,15 @@ def test_without_measuring_the_order_of_the_registry_decides_on_a_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_few_rows_run_on_our_gemm_on_a_gpu() -> None:
+def test_few_and_many_rows_have_their_own_backends_on_a_gpu() -> None:
     model = make_model("small", codebooks=(64, 64, 64), layers=2)
     quantize(model)
     tuning = make_engine(model.cuda(), dtype="bf16", tune=False).tuning
-    backends = {rows: {block.qkv.bound.backend for block in tuning.tuned(rows).blocks} for rows in (8, FEW_ROWS + 1)}
-    assert backends == {8: {"triton"}, FEW_ROWS + 1: {"auto"}}
+    many = 128 * 132  # a tile of 128 rows for each of 132 multiprocessors
+    backends = {
+        rows: {block.qkv.bound.backend for block in tuning.tuned(rows).blocks} for rows in (8, FEW_ROWS + 1, many)
+    }
+    assert backends == {8: {"triton"}, FEW_ROWS + 1: {"auto"}, many: {"cublaslt"}}
     chosen = make_engine(model, dtype="bf16", tune=False, backends=(("scaled_mm", "torch"),)).tuning
     assert {block.qkv.bound.backend for block in chosen.tuned(8).blocks} == {"torch"}
 

@@ -10,7 +10,7 @@ import torch._meta_registrations
 from loka.formats import QTensor, Spec, scale_shape
 from loka.kernels import registry
 from loka.kernels.backend import UnsupportedError
-from loka.kernels.scaled_mm import deepgemm, fbgemm, layout, reference, torchao
+from loka.kernels.scaled_mm import cublaslt, deepgemm, fbgemm, layout, reference, torchao
 from loka.kernels.scaled_mm import torch as library
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.adapter import parse_variant
@@ -22,6 +22,7 @@ LIBRARIES = {
     "deepgemm": deepgemm,
     "fbgemm": fbgemm,
     "torchao": torchao,
+    "cublaslt": cublaslt,
 }
 SPECS = (
     "e4m3:tensor", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e5m2:row", "e4m3:col", "int8:row", "e4m3:1x32:e8m0",
@@ -41,6 +42,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, capability: str, *, libraries: boo
     monkeypatch.setattr(layout, "_capability", lambda index: capability)
     if libraries:
         monkeypatch.setattr(layout, "_import_failure", lambda module, extra: "")
+        monkeypatch.setattr(cublaslt, "_missing", lambda: "")
 
 
 def _call(variant: str, shape=(64, 256, 128)) -> MatmulCall:
@@ -67,7 +69,7 @@ def test_supports_never_raises_and_always_explains_a_no(backend, device: torch.d
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 @pytest.mark.parametrize("backend", LIBRARIES.values(), ids=LIBRARIES)
 def test_without_a_gpu_that_is_the_reason(backend) -> None:
-    call = _call("e4m3:1x128@e4m3:128x128")
+    call = _call("e4m3:row@e4m3:row" if backend is cublaslt else "e4m3:1x128@e4m3:128x128")
     assert backend.supports(call, CPU).reason == "needs a CUDA GPU, not cpu"
     assert backend.supports(call, CUDA).reason == "needs a CUDA GPU, and this machine has none"
     with pytest.raises(UnsupportedError, match="CUDA GPU"):
@@ -137,6 +139,10 @@ def test_a_missing_library_comes_with_its_install_line(monkeypatch, name: str, m
         ("fbgemm", "e5m2:row@e4m3:row", False),
         ("torchao", "e4m3:1x128@e4m3:128x128", True),
         ("torchao", "e4m3:row@e4m3:row", False),
+        ("cublaslt", "e4m3:row@e4m3:row|fast", True),
+        ("cublaslt", "e5m2:tensor@e4m3:tensor|float32", True),
+        ("cublaslt", "e5m2:row@e5m2:row", False),
+        ("cublaslt", "e4m3:1x128@e4m3:128x128", False),
     ],
 )
 def test_libraries_know_what_they_have(monkeypatch, name: str, variant: str, yes: bool) -> None:
@@ -167,9 +173,7 @@ def test_torch_pads_invisibly(variant: str, shape: tuple[int, int, int]) -> None
         assert library.run(*operands, out_dtype=torch.bfloat16).is_contiguous()
 
 
-@pytest.mark.parametrize(
-    "backend", [library, deepgemm, fbgemm, torchao], ids=["torch", "deepgemm", "fbgemm", "torchao"]
-)
+@pytest.mark.parametrize("backend", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("shape", [(0, 64, 16), (4, 64, 0), (4, 0, 16)])
 def test_empty_operands_give_empty_or_zero(backend, shape: tuple[int, int, int]) -> None:
     a, b = matmul_operands(_call("e4m3:1x128@e4m3:128x128", shape))
@@ -234,6 +238,8 @@ def _outer(q: QTensor) -> QTensor:
         (fbgemm, "e4m3:1x128@e4m3:128x128"),
         (fbgemm, "e4m3:128x128@e4m3:128x128"),
         (torchao, "e4m3:1x128@e4m3:128x128"),
+        (cublaslt, "e4m3:row@e4m3:tensor|fast"),
+        (cublaslt, "e4m3:tensor@e4m3:tensor|float32"),
     ],
 )
 @pytest.mark.parametrize("shape", [(7, 479, 27), (64, 512, 256)])
@@ -290,6 +296,8 @@ def test_on_a_gpu_they_are_right(name: str, shape: tuple[int, int, int]) -> None
     variants = (
         "e4m3:tensor@e4m3:tensor|fast",
         "e4m3:row@e4m3:row|fast",
+        "e4m3:row@e4m3:tensor|float32",
+        "e5m2:tensor@e4m3:tensor|float16",
         "e4m3:1x128@e4m3:128x128",
         "e4m3:1x128@e4m3:1x128|float32",
     )
@@ -311,3 +319,39 @@ def test_the_reference_is_what_they_are_held_to() -> None:
     assert torch.allclose(
         reference.run(a, b, out_dtype=torch.float32), library.run(a, b, out_dtype=torch.float32), rtol=1e-4, atol=1e-4
     )
+
+
+def test_cublaslt_says_why_it_cannot_be_loaded(monkeypatch) -> None:
+    _pretend(monkeypatch, "9 0")
+    monkeypatch.setattr(torch.version, "cuda", "0.1")
+    cublaslt._library.cache_clear()
+    try:
+        reason = cublaslt.supports(_call("e4m3:row@e4m3:row"), CUDA).reason
+    finally:
+        cublaslt._library.cache_clear()
+    assert reason.startswith("cuBLASLt cannot be loaded (libcublasLt.so.0")
+
+
+@pytest.mark.gpu
+def test_cublaslt_launches_the_product_alone_and_keeps_threads_apart() -> None:
+    """One kernel a product, no memset; two threads with scales of their own do not mix them up."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    a, b = matmul_operands(_call("e4m3:row@e4m3:row|fast", (4096, 1408, 1408)), device="cuda")
+    expected = library.run(a, b, out_dtype=torch.bfloat16, fast_accum=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = cublaslt.run(a, b, out_dtype=torch.bfloat16, fast_accum=True)
+        torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+    names = [e.key for e in profile.key_averages() if e.self_device_time_total > 0]
+    assert len(names) == 1, names
+
+    def scaled(factor: float) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            mine = replace(a, scale=a.scale * factor)
+            ok = all(torch.equal(cublaslt.run(mine, b, out_dtype=torch.bfloat16, fast_accum=True), expected * factor) for _ in range(20))  # fmt: skip
+            torch.cuda.current_stream().synchronize()
+        return ok
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(scaled, (1.0, 2.0, 4.0, 8.0)))

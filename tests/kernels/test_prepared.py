@@ -204,7 +204,7 @@ def test_another_partner_is_another_layout() -> None:
     beside_rows = library.prepare(weight, row)
     assert parts_of(beside_rows)[2].shape == (32, 1)
     with Work() as work:  # it is the wrong one here, and is not taken for the right one
-        _, scale = laid_out(beside_rows, "torch", tensor, library._lay_out)
+        _, scale = laid_out(beside_rows, "torch", tensor, library.lay_out)
     assert scale.dim() == 0
     assert work.seen == []
 

@@ -46,7 +46,9 @@ def linear_key(gemm: Gemm, way: GemmWay, m: int, k: int, n: int, weights: Weight
 def versions_of(environment: Environment) -> dict[str, str]:
     """Return the version of each backend in this process."""
     own = f"loka {environment.loka}"
-    known = {"torch": f"torch {environment.torch}", "triton": f"triton {environment.triton or ABSENT}"}
+    # cublaslt: torch brings that library
+    known = dict.fromkeys(("torch", "cublaslt"), f"torch {environment.torch}")
+    known["triton"] = f"triton {environment.triton or ABSENT}"
     found = {BASELINE: f"torch {environment.torch}", "reference": own}
     for name in registry.BACKENDS["scaled_mm"]:
         if name != "reference":

@@ -8,8 +8,8 @@
 Measurements use `loka.measure`: a correctness check of the same call, then timing in interleaved CUDA graphs. They are
 stored at the upper edge of their bucket of rows, so that the next engine on this machine measures nothing. A candidate
 that does not support the call, fails or is wrong is stored with the reason. Backends named by the configuration are not
-tuned. Without a GPU, or if nothing is to be measured, the order of the registry decides, except for the linears of the
-first level, which have one row per request: see `FEW_ROWS`.
+tuned. Without a GPU, or if nothing is to be measured, the order of the registry decides, except where the number of rows
+is known to suit another backend: see `_usual_backend`.
 """
 
 import sqlite3
@@ -31,6 +31,7 @@ from loka.kernels import registry
 from loka.kernels.grouped_mm import permute, swiglu_quantize
 from loka.kernels.grouped_mm.call import GroupedCall, Permutation
 from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm.cublaslt import fills
 from loka.measure import Conformance, Contender, judge_backend, snapshot, time_together
 from loka.measure.grouped import LoadedCall
 from loka.measure.rounding import judge_near
@@ -103,8 +104,8 @@ class Tuning:
             if isinstance(ffn, PackedExperts):
                 ffn = replace(ffn, fused=_has_fused(ffn, self.dtype))
             linears = {role: getattr(block, role) for role in ROLES}
-            if rows <= FEW_ROWS and "scaled_mm" not in self.fixed:
-                linears = {role: m.on("triton") if _suits_triton(m, rows) else m for role, m in linears.items()}
+            if "scaled_mm" not in self.fixed:
+                linears = {role: m.on(_usual_backend(m, rows)) for role, m in linears.items()}
             blocks.append(replace(block, ffn=ffn, **linears))
         return replace(self.packed, blocks=blocks)
 
@@ -168,13 +169,19 @@ class Tuning:
         return won.removesuffix(" fused"), won.endswith(" fused")
 
 
-def _suits_triton(linear: PackedLinear, rows: int) -> bool:
-    """Return True for the calls of few rows that `FEW_ROWS` is about: on a GPU, without block scales."""
+def _usual_backend(linear: PackedLinear, rows: int) -> str:
+    """Return the backend of an unmeasured linear: on a GPU one for few rows or for many, else what it runs on."""
     way, device = linear.bound, linear.weight.device
     if way is None or device.type != "cuda" or not {way.a.block, way.b.block} <= {ROW, TENSOR}:
-        return False
+        return "auto" if way is None else way.backend
     n, k = linear.weight.shape
-    return bool(registry.backend("scaled_mm", "triton").supports(way.call(rows, k, n), device))
+    name = None
+    if rows <= FEW_ROWS:
+        name = "triton"
+    elif fills(rows, n, torch.cuda.get_device_properties(device).multi_processor_count):
+        name = "cublaslt"  # no memset in front of every product
+    usable = name is not None and registry.backend("scaled_mm", name).supports(way.call(rows, k, n), device)
+    return name if name is not None and usable else way.backend
 
 
 def _job_of(linear: PackedLinear, rows: int, device: torch.device) -> tuple[SiteJob, dict[str, str]]:

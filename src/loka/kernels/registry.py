@@ -28,7 +28,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "interaction": ("triton", "reference"),
     "dots": ("triton", "reference"),
     "mixed_dots": ("triton", "torch", "reference"),
-    "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "reference"),
+    "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "cublaslt", "reference"),
     "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
@@ -40,6 +40,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 # Backends that `auto` skips, and why. They run only when named.
 BY_NAME: dict[tuple[str, str], str] = {
     ("quantize", "compiled"): "must be asked for by name: it is fast inside torch.compile, and slow outside",
+    ("scaled_mm", "cublaslt"): "must be asked for by name: torch.compile cannot look into it as into torch's own op",
     ("embedding_bag", "fbgemm"): "must be asked for by name: otherwise results would depend on what is installed",
 }
 

@@ -61,11 +61,12 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 def prepare(weight: QTensor, a: Spec) -> QTensor:
     """Pad rows and columns, and put the scales in the library's order; one per row if `a` has row scales."""
     if (a.block, weight.spec.block) in _BLOCKWISE or {a.block, weight.spec.block} <= set(_WHOLE_ROWS):
-        return with_layout(weight, "torch", a, _lay_out)
+        return with_layout(weight, "torch", a, lay_out)
     return weight
 
 
-def _lay_out(b: QTensor, a: Spec) -> Laid:
+def lay_out(b: QTensor, a: Spec) -> Laid:
+    """Return the padded data of a weight and its scales in the library's order, for operands of Spec `a`."""
     if b.spec.block in (_GROUP, _SQUARE):
         return _lay_out_blocks(b)
     columns = up(b.shape[0], GRANULE)
@@ -90,7 +91,7 @@ def run(
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
-    w, scale_b = laid_out(b, "torch", a.spec, _lay_out)
+    w, scale_b = laid_out(b, "torch", a.spec, lay_out)
     if (a.spec.block, b.spec.block) in _BLOCKWISE:
         x, scale_a = _lay_out_blocks(a)
         scales = *_block_scales(scale_a, a.spec), *_block_scales(scale_b, b.spec)
@@ -112,7 +113,7 @@ def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: 
     # not min(), which would bound a dynamic m by n or k
     if (a.spec.block, b.spec.block) in _BLOCKWISE or m == 0 or n == 0 or k == 0:
         return run(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
-    w, scale_b = laid_out(b, "torch", a.spec, _lay_out)
+    w, scale_b = laid_out(b, "torch", a.spec, lay_out)
     x = aligned(a.data, m, w.shape[1])
     multiply = torch.ops.aten._scaled_mm.default
     if a.spec.block == b.spec.block == TENSOR:
