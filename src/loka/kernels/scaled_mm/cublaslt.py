@@ -103,7 +103,7 @@ def _multiply(
     (m, k), n, device = a.shape, b.shape[0], a.get_device()
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     plan = _plan(m, k, n, a.dtype, b.dtype, out_dtype, rows, fast_accum, device)
-    plan.run(a, b, scale_a, scale_b, out, torch._C._cuda_getCurrentRawStream(device))  # type: ignore[attr-defined]
+    plan.run(a, b, scale_a, scale_b, out, torch._C._cuda_getCurrentRawStream(device))
     return out
 
 
