@@ -123,6 +123,7 @@ def tune(name, target, steps, seconds, device, weights, graphed=True):
     else:
         trained = train(model, name, device, steps)
         torch.save({"how": how, "loss": trained, "state": model.state_dict()}, weights)
+    del kept  # on the GPU, and not of tune
     facts = {"model": name, "target": target, "cuda_graph": graphed, "trained_loss": trained, "train_s": time.time() - began}  # fmt: skip
     held = held_out(name, target, device)
     if target == "serve":
