@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from loka.serving.staging import Staging
 
@@ -46,6 +47,27 @@ def test_results_are_kept_until_they_are_read(device: str) -> None:
             assert np.array_equal(collect(), array)
     assert len(staging._free) <= 6  # three at most at a time, small and large
     assert (staging.seconds > 0) == (device != "cpu")
+
+
+def test_sending_takes_one_call_of_torch_for_each_array() -> None:
+    """Under load every call waits for the lock of the interpreter."""
+    calls: list[str] = []
+
+    class Count(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    staging, draw = Staging(torch.device("cpu")), np.random.default_rng(0)
+    for rows in (64, 32):
+        sent = arrays(draw, rows)
+        with Count():
+            staging.send(sent)
+    assert calls.count("as_strided") == 2 * len(sent)
+    calls.clear()
+    with Count():
+        staging.send(sent)
+    assert len(calls) <= len(sent) + 4
 
 
 def test_nothing_is_no_array() -> None:

@@ -186,14 +186,18 @@ class RankingModel:
         which = sent.pop(0) if row_of else None
         before, made.used = made.used, max(made.used, used)
         for at, name in enumerate(kinds):
-            target, (same, places, varying) = getattr(made.batch, name), sent[3 * at : 3 * at + 3]
+            static, (same, places, varying) = getattr(made.batch, name), sent[3 * at : 3 * at + 3]
+            target = static[:used]
             if varying.shape[1] == target.shape[1]:  # every column varies, and they are in their order
-                target[:used] = varying
+                target.copy_(varying)
             else:
-                target[:used] = same if which is None else same[which]
-                target[:used].index_copy_(1, places, varying)
+                if which is None:
+                    target.copy_(same)
+                else:
+                    torch.index_select(same, 0, which, out=target)
+                target.index_copy_(1, places, varying)
             if used < before:  # rows beyond these are zero already
-                target[used:before] = 0
+                static[used:before] = 0
         made.used = used
 
     def _call_linked(self, batch: Batch) -> Tensor:

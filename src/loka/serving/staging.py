@@ -34,6 +34,7 @@ class Staging:
         self.device = device
         self.seconds = 0.0  # of the device, from the copies of `send` to those of `fetch`
         self._host = self._there = torch.empty(0, dtype=torch.uint8)
+        self._there_as: dict[np.dtype[Any], Tensor] = {}  # the device's buffer as values of a dtype
         self._apart = device.type != "cpu"  # on a CPU one buffer is both
         self._begun: Any = None  # events of the last `send`: its copy begins, it is made
         self._copied: Any = None
@@ -53,16 +54,17 @@ class Staging:
             self._copied.synchronize()  # the previous copy still reads the host's buffer
         self._make_room(starts[-1])
         buffer = self._host.numpy()
-        for array, start in zip(arrays, starts, strict=False):
-            buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        places = [
+            buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            for array, start in zip(arrays, starts, strict=False)
+        ]
+        for place, array in zip(places, arrays, strict=True):
+            place[...] = array
         self._begun = self._mark()
         if self._apart:
             self._there[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
         self._copied = self._mark()
-        return [
-            self._there[start : start + array.nbytes].view(_dtype_of(array)).view(array.shape)
-            for array, start in zip(arrays, starts, strict=False)
-        ]
+        return [self._view_like(place, start) for place, start in zip(places, starts, strict=False)]
 
     def fetch(self, found: Tensor) -> Callable[[], NDArray[Any]]:
         """Begin to copy the result of what was sent last to the host.
@@ -90,6 +92,18 @@ class Staging:
 
         return collect
 
+    def _view_like(self, place: NDArray[Any], start: int) -> Tensor:
+        """Return what the device has for a place of the host's buffer, by one call of torch.
+
+        Each call gives the interpreter's lock away, and under load every one waits to get it back.
+        """
+        whole = self._there_as.get(place.dtype)
+        if whole is None:
+            with torch.inference_mode(False):  # kept beyond this call
+                whole = self._there_as[place.dtype] = self._there.view(_dtype_of(place))
+        strides = [stride // place.itemsize for stride in place.strides]
+        return whole.as_strided(place.shape, strides, start // place.itemsize)
+
     def _mark(self) -> Any:
         """Return an event of the device's queue; None on a CPU, which has none."""
         if not self._apart:
@@ -106,7 +120,7 @@ class Staging:
         if size <= self._host.numel():
             return
         self._host = self._pin(size)
-        self._there = self._host
+        self._there, self._there_as = self._host, {}
         if self._apart:
             with torch.inference_mode(False):
                 self._there = torch.empty(self._host.numel(), dtype=torch.uint8, device=self.device)
