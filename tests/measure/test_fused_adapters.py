@@ -22,6 +22,10 @@ LAYERS = [
     "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed",
     "gradient>e5m2:1x128+e4m3:1x128|silu|bias",
     "gradient>e4m3:1x128+e4m3:1x128|relu|nonorm",
+    "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|silu|bias",
+    "dgrad e4m3:tensor:static@e4m3:tensor>e4m3:tensor:static|relu",
+    "dgrad e4m3:tensor@e4m3:tensor>e5m2:tensor:delayed|gelu|bias|wide",
+    "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|none",
 ]
 NORMS = [
     "rms>e4m3:row|hard_swish",
@@ -86,11 +90,21 @@ class Wrong:
     def gradient(self, *operands, **options):
         return self.change(self.module.gradient(*operands, **options))
 
+    def dgrad(self, *operands, **options):
+        return self.change(self.module.dgrad(*operands, **options))
+
 
 def code_off(q: QTensor) -> QTensor:
     """One element two codes away."""
     data = q.data.clone().view(torch.uint8)
     data[-1, -1] ^= 2
+    return replace(q, data=data.view(q.data.dtype))
+
+
+def column_off(q: QTensor) -> QTensor:
+    """One column of another sign."""
+    data = q.data.clone().view(torch.uint8)
+    data[:, -1] ^= 0x80
     return replace(q, data=data.view(q.data.dtype))
 
 
@@ -122,6 +136,70 @@ def test_a_wrong_gradient_is_noticed(variant: str, field: str) -> None:
     assert adapter.check(planted, call, operands).reason.startswith(f"{field}: ")
     planted = Wrong(layer, lambda result: replace(result, amax=result.amax * 1.001))
     assert adapter.check(planted, call, operands).reason.startswith("amax is ")
+
+
+@pytest.mark.parametrize("variant", LAYERS[7:])
+@pytest.mark.parametrize("field", ["g", "g_t"])
+def test_a_wrong_step_of_backward_is_noticed(variant: str, field: str) -> None:
+    adapter, call, operands = prepare("fused_linear", variant)
+    for change in (scale_off, column_off):
+        planted = Wrong(layer, lambda result, change=change: replace(result, **{field: change(getattr(result, field))}))
+        assert adapter.check(planted, call, operands).reason.startswith(f"{field}: ")
+
+
+def test_a_wrong_bias_gradient_of_a_step_is_noticed() -> None:
+    adapter, call, operands = prepare("fused_linear", LAYERS[7])
+
+    def one_off(result):
+        return replace(result, bias=torch.cat([result.bias[:-1], result.bias[-1:] * 1.01]))
+
+    assert adapter.check(Wrong(layer, one_off), call, operands).reason.startswith("the bias gradient: ")
+
+
+def test_a_step_that_raises_no_amax_is_noticed() -> None:
+    adapter, call, operands = prepare("fused_linear", LAYERS[7])
+
+    class Silent:
+        def dgrad(self, *operands, amax=None, **options):
+            return layer.dgrad(*operands, **options)
+
+    assert "amax" in adapter.check(Silent(), call, operands).reason
+
+
+def test_a_step_that_returns_an_earlier_result_is_noticed() -> None:
+    adapter, call, operands = prepare("fused_linear", LAYERS[7])
+    found = layer.dgrad(operands.g, operands.w_t, operands.z, call, scale=operands.scale)
+    assert "earlier result" in adapter.check(Wrong(layer, lambda _: found), call, operands).reason
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|leaky_relu|nonorm|keep",
+        "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed|leaky_relu|nonorm",
+        "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|leaky_relu",
+    ],
+)
+def test_the_slope_of_a_leaky_relu_is_the_calls_own(variant: str, slope: float) -> None:
+    adapter, call, _ = prepare("fused_linear", variant)
+    call = replace(call, slope=slope)
+    operands = adapter.operands(call, seed=0, distribution="normal", device=CPU)
+
+    class Usual:
+        """Takes the slope to be 0.5."""
+
+        def run(self, a, b, call, **options):
+            return layer.run(a, b, replace(call, slope=0.5), **options)
+
+        def gradient(self, dy, z, rstd, call, **options):
+            return layer.gradient(dy, z, rstd, replace(call, slope=0.5), **options)
+
+        def dgrad(self, g, w_t, z, call, **options):
+            return layer.dgrad(g, w_t, z, replace(call, slope=0.5), **options)
+
+    assert adapter.check(layer, call, operands)
+    assert not adapter.check(Usual(), call, operands)
 
 
 @pytest.mark.parametrize("variant", NORMS)
@@ -175,12 +253,14 @@ def test_shapes_are_checked() -> None:
 
 def test_the_floor_counts_each_byte_once() -> None:
     adapter = adapter_for("fused_linear")
-    inference, training, gradient = adapter.calls([(2048, 1024, 512)], adapter.VARIANTS)
+    inference, training, gradient, step = adapter.calls([(2048, 1024, 512)], adapter.VARIANTS)
     operands, tile = (2048 + 512) * 1024, 2048 * 512
     assert adapter.bytes_moved(inference) == operands + tile
     assert adapter.bytes_moved(training) == operands + 3 * tile  # y, its transpose, z
     assert adapter.bytes_moved(gradient) == 5 * tile  # dy in bf16, z; g both ways
+    assert adapter.bytes_moved(step) == operands + 3 * tile  # y; g both ways
     assert (adapter.flops(inference), adapter.flops(gradient)) == (2 * 2048 * 1024 * 512, 0)
+    assert adapter.flops(step) == adapter.flops(inference)
     fused = adapter_for("norm_quantize")
     plain, full = fused.calls([(64, 128, 1)], ["rms>e4m3:row", "rms>e4m3:row|residual|bfloat16"])
     assert (fused.bytes_moved(plain), fused.bytes_moved(full)) == (3 * 64 * 128, 9 * 64 * 128)
@@ -189,7 +269,8 @@ def test_the_floor_counts_each_byte_once() -> None:
 @pytest.mark.parametrize(
     ("op", "variant", "message"),
     [
-        ("fused_linear", "e4m3:row>bfloat16", "expected SPEC@SPEC or gradient"),
+        ("fused_linear", "e4m3:row>bfloat16", "expected SPEC@SPEC, dgrad SPEC@SPEC or gradient"),
+        ("fused_linear", "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|keep", "belong to forward"),
         ("fused_linear", "e4m3:row@e4m3:row", "is not HEAD>OUTPUT"),
         ("fused_linear", "e4m3:row@e4m3:row>bfloat16|mish", "not mish"),
         ("fused_linear", "e4m3:row@e4m3:row>bfloat16|relu|silu", "is not HEAD>OUTPUT"),

@@ -68,7 +68,8 @@ def settle(call: Any, selection: Selection, slow: set[str], monkeypatch: pytest.
     monkeypatch.setattr(whole_step, "verify_speed", verify_speed)
     mine = session.Session.__new__(session.Session)
     mine.call, mine.original = call, {}
-    mine._verified = {describe(offer) for offer in selection.offers}  # their gradients are another test's
+    mine._verified = {describe(offer) for offer in selection.offers}  # their gradients and kernels are other tests'
+    mine._sound, mine._judged = set(mine._verified), {}
     return mine._settle(selection), timed
 
 

@@ -56,6 +56,9 @@ class Selection:
     refusals: dict[str, str]
 
 
+Hear = Callable[[str, Selection, Any], None]
+_hear: Hear | None = None  # see `listening`
+
 # op, call, device, backends offered, backend asked for or preferred, whether only that backend may run
 _CacheKey = tuple[str, Any, torch.device, tuple[str, ...] | None, str | None, bool]
 _CACHE: dict[_CacheKey, Selection] = {}
@@ -110,6 +113,26 @@ def offering(names: Collection[str]) -> Iterator[None]:
         BACKENDS.update(before)
 
 
+@contextmanager
+def listening(hear: Hear) -> Iterator[None]:
+    """Tell `hear` of every call that picks a backend inside the block, on any thread; not of code that is being compiled.
+
+    Args:
+        hear: called with the op, the selection and the call.
+
+    Example:
+        >>> calls = []
+        >>> with listening(lambda op, chosen, call: calls.append((op, chosen.name, call))):
+        ...     model(batch)
+    """
+    global _hear
+    before, _hear = _hear, hear
+    try:
+        yield
+    finally:
+        _hear = before
+
+
 def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
     """Ask every backend of an op whether it supports a call.
 
@@ -161,10 +184,15 @@ def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | N
         'reference'
     """
     if name != "auto":
-        return _cached((op, call, device, BACKENDS.get(op), name, True), lambda: _select_named(op, name, call, device))
-    chosen = first(op, call, device, prefer=prefer)
-    if chosen.name == "reference" and device.type == "cuda":
-        _warn_emulated(op, call, chosen.refusals)
+        chosen = _cached(
+            (op, call, device, BACKENDS.get(op), name, True), lambda: _select_named(op, name, call, device)
+        )
+    else:
+        chosen = first(op, call, device, prefer=prefer)
+        if chosen.name == "reference" and device.type == "cuda":
+            _warn_emulated(op, call, chosen.refusals)
+    if not torch.compiler.is_compiling() and _hear is not None:  # in this order: compiled code needs no guard then
+        _hear(op, chosen, call)
     return chosen
 
 

@@ -65,7 +65,7 @@ from loka.records.prose import spell_error
 
 KEPT = 1 << 25  # elements of exact results cached between rounds
 ANSWERS = 4096
-OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows")
+OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows", "alike_rows")
 OTHER_ROUNDS = 6
 HEADROOM = 1.5
 LAW_SHAPE = {"m": 256, "k": 1024}

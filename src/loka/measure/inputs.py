@@ -8,6 +8,7 @@ All distributions are zero-mean. A tensor is a function of (shape, distribution,
                       hurts
     outlier_channels  N(0, 1) with 1 of 64 columns 50 times larger: range inside a scaling group
     zero_rows         N(0, 1) with every third row zero: empty bags of a jagged batch
+    alike_rows        N(0, 1), but only three different rows: whatever groups equal rows
     nan_row           N(0, 1) with one NaN in the middle row: it must reach exactly the outputs that depend on it
 """
 
@@ -20,7 +21,7 @@ from loka.formats import QTensor, Spec, block_amax, quantize, scale_from_amax
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.scaled_mm.call import MatmulCall
 
-DISTRIBUTIONS = ("normal", "uniform", "lognormal_rows", "outlier_channels", "zero_rows", "nan_row")
+DISTRIBUTIONS = ("normal", "uniform", "lognormal_rows", "outlier_channels", "zero_rows", "alike_rows", "nan_row")
 
 
 Shape = tuple[int, int, int]  # M, K, N
@@ -48,6 +49,8 @@ def draw(
         x[:, seed % 64 :: 64] *= 50
     elif distribution == "zero_rows":
         x[::3] = 0
+    elif distribution == "alike_rows":
+        x = x[torch.arange(rows, device=device) // 2 % 3]  # pairs of neighbors, and rows at a distance
     elif distribution == "nan_row" and rows and cols:
         x[rows // 2, cols // 2] = torch.nan
     return x.to(dtype)
@@ -76,8 +79,8 @@ def matmul_operands(
     device: torch.device | str = "cpu",
     outer_major: bool = False,
 ) -> tuple[QTensor, QTensor]:
-    """Draw the two quantized operands of a call. Only `a` gets zero or NaN rows, since `b` is the weight."""
-    weight = "normal" if distribution in ("zero_rows", "nan_row") else distribution
+    """Draw the two quantized operands of a call. Only `a` gets zero, NaN or equal rows, since `b` is the weight."""
+    weight = "normal" if distribution in ("zero_rows", "alike_rows", "nan_row") else distribution
     a = draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
     b = draw(call.n, call.k, distribution=weight, seed=2 * seed + 1, device=device)
     return (

@@ -3,6 +3,7 @@
     e4m3:tensor@e4m3:tensor>e4m3:tensor:static                  inference; BlockNorm-256 and hard swish by default
     e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose   training; options: an activation, nonorm, bias
     gradient>e4m3:tensor:delayed+e4m3:tensor:delayed            from dy to the quantized gradient and its transpose
+    dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|relu      from a layer's gradient to that of the layer before it
 
 Compared with float64 (`rounding`), not with the float32 reference: a tensor core sum may differ from that by more than
 half an FP8 step.
@@ -19,21 +20,23 @@ from torch import Tensor
 
 from loka.formats import QTensor, Spec, quantize, scale_from_amax
 from loka.kernels import registry
+from loka.kernels.activation import activate
 from loka.kernels.fused_linear.call import (
     NORM_BLOCK,
     NORM_EPS,
     NORMALIZED,
     NORMALIZED_SCALE,
+    DgradCall,
     FusedCall,
     GradientCall,
     GradientResult,
+    Kept,
     kept_form,
 )
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance, Law, worst_of
 from loka.measure.fused import (
-    ACTIVATE,
     FLOAT32,
     STEEPEST,
     bf16_gradient,
@@ -45,6 +48,7 @@ from loka.measure.fused import (
 )
 from loka.measure.inputs import Shape
 from loka.measure.layer_check import LayerOperands, check_layer, layer_law, run_layer
+from loka.measure.layer_dgrad import DgradOperands, bf16_dgrad, check_bf16_dgrad, check_dgrad, draw_dgrad, run_dgrad
 from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Rival, Thunk
@@ -61,19 +65,23 @@ class GradientOperands:
     p: Tensor
 
 
-class FusedLinear(Op[FusedCall | GradientCall]):
-    """The fused layer [M, K] x [N, K], and its gradient [M, N]."""
+Call = FusedCall | GradientCall | DgradCall
+
+
+class FusedLinear(Op[Call]):
+    """The fused layer [M, K] x [N, K], its gradient [M, N], and the step of backward to the layer before it."""
 
     op = "fused_linear"
     VARIANTS = (
         "e4m3:tensor@e4m3:tensor>e4m3:tensor:static",
         "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose",
         "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed",
+        "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|relu|bias",
     )
     DIMENSIONS = ("m", "k", "n")
-    OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose"})
+    OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose", "wide"})  # wide: backward reads z in bf16
 
-    def parse(self, shape: Shape, variant: str) -> FusedCall | GradientCall:
+    def parse(self, shape: Shape, variant: str) -> Call:
         """See `Op.parse`. A gradient has no K, so shapes that differ only in K are one call."""
         head, output, options, activation = split_variant(variant, set(self.OPTIONS))
         m, k, n = shape
@@ -83,15 +91,24 @@ class FusedLinear(Op[FusedCall | GradientCall]):
             if options & {"keep", "transpose"}:
                 raise ValueError(f"variant {variant!r}: keep and transpose belong to forward")
             return GradientCall(m, n, Spec.parse(spec), Spec.parse(spec_t or spec), block, chosen, "bias" in options)
-        left, at, right = head.partition("@")
+        back, left, at, right = head.startswith("dgrad "), *head.removeprefix("dgrad ").partition("@")
         if not at:
-            raise ValueError(f"variant {variant!r}: expected SPEC@SPEC or gradient before >, got {head!r}")
+            raise ValueError(f"variant {variant!r}: expected SPEC@SPEC, dgrad SPEC@SPEC or gradient before >, got {head!r}")  # fmt: skip
+        if back:
+            if options & {"keep", "transpose", "nonorm"}:
+                raise ValueError(f"variant {variant!r}: keep, transpose and nonorm belong to forward")
+            chosen = activation or "relu"
+            form: Kept = "nothing" if chosen == "none" else "bf16" if "wide" in options else "scaled"
+            return DgradCall(m, k, n, Spec.parse(left), Spec.parse(right), Spec.parse(output), chosen, form, "bias" in options)  # fmt: skip
         out = DTYPES[output] if output in DTYPES else Spec.parse(output)
         extras = [name in options for name in ("bias", "keep", "transpose")]
         return FusedCall(m, k, n, Spec.parse(left), Spec.parse(right), out, block, chosen, *extras)
 
-    def spell(self, call: FusedCall | GradientCall) -> str:
+    def spell(self, call: Call) -> str:
         """See `Op.spell`."""
+        if isinstance(call, DgradCall):
+            extras = [name for name, on in (("bias", call.bias), ("wide", call.z == "bf16")) if on]
+            return "|".join([f"dgrad {call.g}@{call.w_t}>{call.spec}", call.activation, *extras])
         options = [call.activation, *(["nonorm"] if not call.norm_block else [])]
         options += [name for name in ("bias", "keep", "transpose") if getattr(call, name, False)]
         if isinstance(call, GradientCall):
@@ -101,14 +118,16 @@ class FusedLinear(Op[FusedCall | GradientCall]):
             head = f"{call.a}@{call.b}>{out}"
         return "|".join([head, *options])
 
-    def shape(self, call: FusedCall | GradientCall) -> dict[str, int]:
+    def shape(self, call: Call) -> dict[str, int]:
         """Return M, K and N; a gradient has no K."""
-        return {"m": call.m, **({"k": call.k} if isinstance(call, FusedCall) else {}), "n": call.n}
+        return {"m": call.m, **({} if isinstance(call, GradientCall) else {"k": call.k}), "n": call.n}
 
     def operands(
-        self, call: FusedCall | GradientCall, *, seed: int, distribution: str, device: torch.device
-    ) -> LayerOperands | GradientOperands:
-        """Draw quantized operands with their bf16 values; for a gradient, dy and what forward saves."""
+        self, call: Call, *, seed: int, distribution: str, device: torch.device
+    ) -> LayerOperands | GradientOperands | DgradOperands:
+        """Draw quantized operands with their bf16 values; for backward, the gradient and what forward saves."""
+        if isinstance(call, DgradCall):
+            return draw_dgrad(call, seed=seed, distribution=distribution, device=device)
         if isinstance(call, GradientCall):
             return _gradient_operands(call, seed, distribution, device)
         matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b)
@@ -123,31 +142,39 @@ class FusedLinear(Op[FusedCall | GradientCall]):
                 scale = scale_from_amax(torch.maximum(law.z.abs().max(), law.y.abs().max()), call.out)
         return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16))
 
-    def thunk(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Thunk:
-        """Return the layer, or its gradient."""
+    def thunk(self, backend: Any, call: Call, operands: Any) -> Thunk:
+        """Return the layer, its gradient, or the step to the layer before."""
+        if isinstance(call, DgradCall):
+            return partial(run_dgrad, backend, call, operands)
         if isinstance(call, GradientCall):
             o: GradientOperands = operands
             return lambda: backend.gradient(o.dy, o.z, o.rstd, call, scale=o.scale)
         p: LayerOperands = operands
         return partial(run_layer, backend, call, p)
 
-    def check(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Conformance:
+    def check(self, backend: Any, call: Call, operands: Any) -> Conformance:
         """Check all outputs against float64, plain and with poisoned allocations."""
+        if isinstance(call, DgradCall):
+            return check_dgrad(backend, call, operands)
         if isinstance(call, GradientCall):
             g = _gradient_law(call, operands)
             return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_gradient(result, g))
         return check_layer(backend, call, operands)
 
-    def baseline(self, call: FusedCall | GradientCall, operands: Any) -> Thunk:
-        """Return linear + RMSNorm + SiLU in bf16, or the backward of the latter two; compiled on a GPU."""
+    def baseline(self, call: Call, operands: Any) -> Thunk:
+        """Return linear + RMSNorm + SiLU in bf16, or a part of their backward; compiled on a GPU."""
+        if isinstance(call, DgradCall):
+            return bf16_dgrad(call, operands)
         if isinstance(call, GradientCall):
             backward = compiled(bf16_gradient, operands.dy.device)
             return lambda: backward(operands.dy, operands.p)
         forward = compiled(bf16_layer, operands.x.device)
         return lambda: forward(operands.x, operands.w)
 
-    def check_baseline(self, call: FusedCall | GradientCall, operands: Any) -> Conformance:
+    def check_baseline(self, call: Call, operands: Any) -> Conformance:
         """Check against float64, allowing the linear's output to be rounded to bf16 before the norm."""
+        if isinstance(call, DgradCall):
+            return check_bf16_dgrad(self.baseline(call, operands), call, operands)
         if isinstance(call, GradientCall):
             expected = bf16_gradient(operands.dy.double(), operands.p.double())
             size = expected.abs().amax(1, keepdim=True).expand_as(expected) if expected.numel() else expected
@@ -161,24 +188,29 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         # not poisoned: torch's deterministic mode would cause a recompilation
         return conformance.judge_runs(self.baseline(call, operands), law, allowed, torch.bfloat16, poison=False)
 
-    def rivals(self, call: FusedCall | GradientCall, sets: Sequence[Any]) -> list[Rival]:
+    def rivals(self, call: Call, sets: Sequence[Any]) -> list[Rival]:
         """Return the bare FP8 GEMM of the same operands with bf16 output, by torch and by the Triton kernel."""
         if isinstance(call, GradientCall):
             return []
-        described = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
+        back = isinstance(call, DgradCall)
+        specs = (call.g, call.w_t) if isinstance(call, DgradCall) else (call.a, call.b)
+        pairs = [(o.g, o.w_t) if back else (o.a, o.b) for o in sets]
+        described = MatmulCall(call.m, call.k, call.n, *specs, fast_accum=True)
         rivals: list[Rival] = []
         for name in ("torch", "triton"):
             backend = registry.backend("scaled_mm", name)
-            if backend.supports(described, sets[0].a.device):
+            if backend.supports(described, pairs[0][0].device):
                 thunks: list[Thunk] = [
-                    partial(backend.run, o.a, o.b, out_dtype=torch.bfloat16, fast_accum=True) for o in sets
+                    partial(backend.run, a, b, out_dtype=torch.bfloat16, fast_accum=True) for a, b in pairs
                 ]
-                checked = conformance.check_scaled_mm(backend, described, sets[0].a, sets[0].b, poison=False)
+                checked = conformance.check_scaled_mm(backend, described, *pairs[0], poison=False)
                 rivals.append((f"gemm {name}", thunks, checked))
         return rivals
 
-    def bytes_moved(self, call: FusedCall | GradientCall) -> int:
+    def bytes_moved(self, call: Call) -> int:
         """Count operands and results. Scales and rstd are left out, so it is a lower bound."""
+        if isinstance(call, DgradCall):
+            return (call.m + call.n) * call.k + call.m * call.n * (2 + call.z_bytes)
         if isinstance(call, GradientCall):
             return call.m * call.n * (call.in_dtype.itemsize + (1 if call.norm_block else 2) + 2)
         out = 1 if isinstance(call.out, Spec) else call.out.itemsize
@@ -186,8 +218,8 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         kept = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 1, "bf16": 2}[form] + call.transpose
         return (call.m + call.n) * call.k + call.m * call.n * (out + kept)
 
-    def flops(self, call: FusedCall | GradientCall) -> int:
-        """Return 2 M K N for forward; 0 for the gradient, whose GEMMs are not included."""
+    def flops(self, call: Call) -> int:
+        """Return 2 M K N for a layer, either way; 0 for the gradient, whose GEMMs are not included."""
         return 0 if isinstance(call, GradientCall) else 2 * call.m * call.k * call.n
 
 
@@ -205,7 +237,7 @@ def _gradient_operands(call: GradientCall, seed: int, distribution: str, device:
 def _gradient_law(call: GradientCall, operands: GradientOperands) -> Tensor:
     """Compute g in float64 from what forward saved."""
     z = (operands.z.dequantize() if isinstance(operands.z, QTensor) else operands.z).double().requires_grad_()
-    (slope,) = torch.autograd.grad(ACTIVATE[call.activation](z).sum(), z)
+    (slope,) = torch.autograd.grad(activate(z, call.activation, call.slope).sum(), z)
     g, z = operands.dy.double() * slope, z.detach()
     if not call.norm_block:
         return g

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor
+from loka.kernels.activation import activate
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, FusedCall, FusedResult
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance
 from loka.measure.conformance import Conformance, poisoned_allocations, worst_of
-from loka.measure.fused import ACTIVATE, FLOAT32, STEEPEST, block_norm
+from loka.measure.fused import FLOAT32, STEEPEST, block_norm
 from loka.measure.rounding import judge_rounded
 
 
@@ -51,13 +52,13 @@ def layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> L
     if left.device.type == "cuda":
         matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
         lost += conformance.ELEMENT_ALLOWANCE * conformance.accumulation_error(matmul)
-    return LayerLaw(z, ACTIVATE[call.activation](z), factor, STEEPEST * lost * (law.terms * factor + z.abs()))
+    y = activate(z, call.activation, call.slope)
+    return LayerLaw(z, y, factor, STEEPEST * lost * (law.terms * factor + z.abs()))
 
 
 def run_layer(backend: Any, call: FusedCall, o: LayerOperands, amax: Tensor | None = None) -> FusedResult:
     """Run a backend on a call."""
-    if amax is not None:
-        call = replace(call, amax=True)
+    call = replace(call, amax=amax is not None)
     result: FusedResult = backend.run(o.a, o.b, call, out_scale=o.scale, bias=o.bias, amax=amax)
     return result
 

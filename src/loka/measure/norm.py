@@ -116,6 +116,12 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         p = p if bias is None else p + bias.double()
         return ACTIVATE[call.activation](p)
 
+    def covers(self, call: NormCall | NormGradientCall) -> bool:
+        """Return True for calls that quantize what arrives in 16 or 32 bits, and for their gradient."""
+        if isinstance(call, NormGradientCall):
+            return call.kept is None and not call.residual
+        return call.spec is not None and call.kept is None and not call.heads
+
     def baseline(self, call: NormCall | NormGradientCall, operands: Any) -> Thunk:
         """Return norm + activation in bf16 (RMS norm in place of block norm), without quantization."""
         if isinstance(call, NormGradientCall):

@@ -45,6 +45,10 @@ class Op(Generic[C]):
         """Check the backend against the exact result."""
         raise NotImplementedError
 
+    def covers(self, call: C) -> bool:
+        """Return True if `operands` and `check` know this kind of call."""
+        return True
+
     def baseline(self, call: C, operands: Any) -> Thunk:
         """Return a function that does the same in bf16."""
         raise NotImplementedError

@@ -95,6 +95,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
         metric_name: "loss", or the name of the user's own metric.
         gradients: how gradients were judged.
         training_change: change of the metric after a paired training run, if the user allowed one.
+        kernels: number of kernel calls of the step that were judged by the conformance gate, at their own shapes.
         seconds: time spent, by phase.
         notes: caveats.
     """
@@ -118,6 +119,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
     metric_name: str = "loss"
     gradients: str = "by the score"
     training_change: Interval | None = None
+    kernels: int = 0
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
     notes: list[str] = msgspec.field(default_factory=list)
 

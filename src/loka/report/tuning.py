@@ -52,7 +52,7 @@ def _write_one(tuning: Tuning) -> str:
         )
     text = f"<h3>{escape(say_tuning(tuning))}</h3>" + about(
         f"{margin}. The forward pass was judged by swapping FP8 in on held-out {tuning.metric_unit}; "
-        f"{_say_gradients(tuning)}. The model itself was not trained."
+        f"{_say_gradients(tuning)}. {_say_kernels(tuning)}The model itself was not trained."
     )
     text += "".join(notice(escape(note)) for note in tuning.notes)
     if tuning.estimate is not None:
@@ -66,6 +66,11 @@ def _write_one(tuning: Tuning) -> str:
     if tuning.metric_change is not None:
         text += f"<p>Loss {signed(tuning.metric_change.value)}, {span_of(tuning.metric_change)} (95 %).</p>"
     return text + table(head, rows, numeric=range(2, 6), why=6, caption="Units") + _GLOSSARY
+
+
+def _say_kernels(tuning: Tuning) -> str:
+    """Return how many kernel calls were judged; nothing where all are references, as on a CPU."""
+    return f"{tuning.kernels} kernel calls were tested at the shapes they run. " if tuning.kernels else ""
 
 
 def _say_gradients(tuning: Tuning) -> str:

@@ -14,6 +14,7 @@ looking.py      find the units, record the magnitudes for their scales, score wh
 timing.py       time a unit or the whole step as it will run: compiled, in a CUDA graph
 estimating.py   estimate the speed of a unit on a GPU that is not present, with an error bar
 rehearsal.py    run one training step with the selection; on request, train two copies and compare them
+kernels.py      judge every kernel call of a step with the conformance gate, and drop units that run a wrong one
 choosing.py     time or estimate every unit, and drop those that are not faster
 metric.py       measure the metric with units swapped in, and drop linears until it is within the margin
 gradients.py    check the gradients of the kernels against 16-bit gradients and against the reference kernels

@@ -3,6 +3,7 @@
     compile the original   the baseline of every timing
     look                   find units, score what each way of running them does to the loss, make offers
     rehearse               one training step with all offers
+    verify the kernels     judge every kernel call of a step, at its own shape
     time units             drop those that are not faster
     verify the metric      swap units in, alone and together
     verify the gradients   one backward pass against 16-bit and against the reference
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from loka import mods as mods_room
 from loka.dispatch.choosing import Limits, make_offers
+from loka.measure.kernel_calls import KernelCall
 from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
 from loka.records.tuning import TunedUnit, Tuning
@@ -30,6 +32,7 @@ from loka.tuning import choosing, metric, rehearsal, timing, whole_step
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import evaluate, evaluate_averaged
 from loka.tuning.gradients import describe, verify_gradients
+from loka.tuning.kernels import verify_kernels
 from loka.tuning.looking import describe_unseen_products, look
 from loka.tuning.tables import choose_parts, describe_part
 from loka.tuning.whole_step import StepTimes
@@ -48,6 +51,8 @@ class Session:
         self.call = call
         self.original: dict[str, timing.Captured] = {}  # the captured steps of the unmodified model, by compile mode
         self._verified: set[str] = set()  # units whose gradients have passed
+        self._sound: set[str] = set()  # units whose kernels have passed
+        self._judged: dict[KernelCall, str] = {}  # see `verify_kernels`
         if call.evidence.resumed:
             call.notes.append("resumed from the evidence of an earlier call")
         if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
@@ -115,6 +120,8 @@ class Session:
         selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_drop_mods=may_drop_mods)  # fmt: skip
         if call.training:
             rehearsal.rehearse(call, selection)
+        with call.phase("verify the kernels"):
+            verify_kernels(call, selection, self._judged, self._sound)
         with call.phase("time units"):
             choosing.choose_faster(call, selection)
         with call.phase("verify the metric"):
@@ -150,7 +157,7 @@ class Session:
                 parts = choose_parts(call, selection)
         if selection.change is not None:
             metric.note_columns(call, selection)
-        return _record(call, selection, step, trained, parts)
+        return _record(call, selection, step, trained, parts, len(self._judged))
 
     def _verify_gradients(self, selection: Selection) -> None:
         """Drop units with wrong gradients until none is left. After every change the metric is measured again."""
@@ -160,12 +167,20 @@ class Session:
             if selection.offers != before:
                 metric.hold_margin(self.call, selection, selection.used)
 
+    def _verify_kernels(self, selection: Selection) -> None:
+        """Judge kernels that the selection runs only since units were taken apart or put back."""
+        before = selection.offers
+        verify_kernels(self.call, selection, self._judged, self._sound)
+        if selection.offers != before:
+            metric.hold_margin(self.call, selection, selection.used)
+
     def _settle(self, selection: Selection) -> StepTimes:
         """Drop units until the step is not slower and the metric is within the margin, both measured on the same units.
 
         When a unit is dropped because of one of the two, the other is measured again.
         """
         while True:
+            self._verify_kernels(selection)
             if self.call.training:
                 self._verify_gradients(selection)
             before = selection.offers
@@ -240,7 +255,7 @@ def _warn_if_early(call: Call, base: Losses) -> None:
     )
 
 
-def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval | None, parts: list[TablePlan | CollectivePlan]) -> Tuning:  # fmt: skip
+def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval | None, parts: list[TablePlan | CollectivePlan], kernels: int) -> Tuning:  # fmt: skip
     base = selection.base
     return Tuning(
         model=type(call.task.model).__name__,
@@ -259,6 +274,7 @@ def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval
         metric_unit="examples" if base.per_example else "batches",
         gradients=_say_gradients(call, trained, compared=bool(selection.offers)),
         training_change=trained,
+        kernels=kernels,
         seconds=call.seconds,
         notes=call.notes,
         environment=call.environment,

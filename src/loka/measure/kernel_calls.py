@@ -1,0 +1,90 @@
+"""Find every kernel call that a piece of code makes through the registry, and judge each one at its own shape.
+
+    calls = find_calls(lambda: model(batch))                what runs, whichever modules run it
+    verdicts = [judge_call(one, device) for one in calls]   whether each is correct
+
+A verdict on what runs needs no list of the modules that a plan may place: a new kind of module is covered by the calls
+it makes. Code that is being compiled is not heard, so run it eagerly.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from loka.kernels import registry
+from loka.measure.adapter import ADAPTERS
+from loka.measure.conformance import Conformance
+from loka.measure.gate import judge_backend
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a backend.
+
+    Args:
+        op: the op.
+        backend: the name of the backend that runs it.
+        call: the op's description of shapes, Specs and types. Without dropout, whose mask the gate does not draw.
+
+    Example:
+        >>> str(find_calls(run)[0])
+        'fused_linear on triton, 8192x1024x512 e4m3:tensor:static @ e4m3:tensor relu -> e4m3:tensor:static +bias'
+    """
+
+    op: str
+    backend: str
+    call: Any
+
+    def __str__(self) -> str:
+        return f"{self.op} on {self.backend}, {self.call}"
+
+
+def find_calls(run: Callable[[], object]) -> list[KernelCall]:
+    """Run code and return the kernel calls that it made, each once, in the order in which they first occurred.
+
+    Args:
+        run: runs the code, eagerly. Calls from autograd's threads are found, too.
+
+    Returns:
+        The calls.
+
+    Example:
+        >>> calls = find_calls(lambda: model(batch).sum().backward())
+    """
+    found: dict[KernelCall, None] = {}
+
+    def hear(op: str, chosen: registry.Selection, call: Any) -> None:
+        if getattr(call, "dropout", False):
+            call = replace(call, dropout=False)
+        found[KernelCall(op, chosen.name, call)] = None
+
+    with registry.listening(hear):
+        run()
+    return list(found)
+
+
+def judge_call(one: KernelCall, device: torch.device | str) -> Conformance | None:
+    """Judge a call with the gate (`loka.measure.gate`), at its own shape. The gate caches verdicts.
+
+    Args:
+        one: a call that `find_calls` returned.
+        device: the device it runs on.
+
+    Returns:
+        The verdict; None for a reference, which defines the correct result, and for a call that the gate does not cover.
+
+    Raises:
+        torch.OutOfMemoryError: the exact result does not fit beside what is in memory already.
+
+    Example:
+        >>> [call for call in calls if judge_call(call, "cuda") == False]
+        []
+    """
+    if one.backend == "reference" or one.op not in ADAPTERS or not ADAPTERS[one.op].covers(one.call):
+        return None
+    verdict = judge_backend(one.op, registry.backend(one.op, one.backend), one.call, device)
+    if verdict.raised and verdict.reason.startswith(torch.OutOfMemoryError.__name__):  # tells nothing about the kernel
+        raise torch.OutOfMemoryError(verdict.reason)
+    return verdict
