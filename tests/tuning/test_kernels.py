@@ -189,3 +189,21 @@ def test_units_that_are_taken_apart_later_are_judged(monkeypatch: pytest.MonkeyP
     model, _ = make_trained()
     tune(model)
     assert len(judged) >= 2  # before anything is timed, and when the step is settled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", ["train", "serve"])
+def test_our_own_kernels_are_not_refused_on_a_gpu(target: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 768), nn.GELU(), nn.Linear(768, 512, bias=False), nn.LayerNorm(512),
+        nn.SiLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.LeakyReLU(0.2), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1),
+    ).cuda()  # fmt: skip
+    batches = [(torch.randn(2000, 512, device="cuda"), torch.rand(2000, 1, device="cuda").round()) for _ in range(4)]
+
+    def given(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(output.float(), target, reduction="none").mean(1)
+
+    tuned = tune(model, batches, given, target=target, margin=0.5, seconds=20)
+    assert tuned.record.kernels > 5
+    assert not [unit.reason for unit in tuned.record.units if "gate" in unit.reason]
