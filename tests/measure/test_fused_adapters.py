@@ -22,7 +22,7 @@ LAYERS = [
     "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed",
     "gradient>e5m2:1x128+e4m3:1x128|silu|bias",
     "gradient>e4m3:1x128+e4m3:1x128|relu|nonorm",
-    "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|silu|bias",
+    "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|silu|bias|amax",
     "dgrad e4m3:tensor:static@e4m3:tensor>e4m3:tensor:static|relu",
     "dgrad e4m3:tensor@e4m3:tensor>e5m2:tensor:delayed|gelu|bias|wide",
     "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|none",
@@ -335,7 +335,7 @@ def _return_one_buffer():
 )
 def test_what_backward_and_later_steps_need_is_judged(run, reason: str) -> None:
     """y is right in all of them."""
-    _, call, _ = prepare("fused_linear", "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose")
+    _, call, _ = prepare("fused_linear", "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose|amax")
     verdict = judge_backend("fused_linear", SimpleNamespace(supports=layer.supports, run=run), call, CPU)
     assert not verdict
     assert reason in verdict.reason

@@ -60,6 +60,7 @@ class Attention(Op[RaggedAttention]):
     """SiLU attention over ragged rows."""
 
     op = "attention"
+    OWN = RaggedAttention
     DIMENSIONS = ("rows", "heads", "length")
     VARIANTS = ("128x128", "128x128|gradient", "64x64")
 

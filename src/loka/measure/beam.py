@@ -48,6 +48,7 @@ class BeamAttention(Op[RaggedCall]):
     """Attention of q [R, B, H, D] over k, v [R, S, G, D]."""
 
     op = "beam_attention"
+    OWN = RaggedCall
     DIMENSIONS = ("requests", "beams", "context=length")
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
 

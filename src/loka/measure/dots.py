@@ -43,6 +43,7 @@ class Dots(Op[PairsCall]):
     """Pairwise products, or their gradient."""
 
     op = "dots"
+    OWN = PairsCall
     DIMENSIONS = ("b", "n", "d")
     VARIANTS = ("pairs", "pairs|gradient")
 

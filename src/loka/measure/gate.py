@@ -16,8 +16,9 @@ which has fewer sets, runs rounds 2 and 3 twice. Other ops run six rounds, every
 
 The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
 with the first bit by bit and, if they differ, with the exact one: a kernel may add in another order each time, but must
-be correct each time. Results must be new memory; operands, and the memory around them, must not change. A backend may raise on an odd address or
-stride, but must not be wrong there.
+be correct each time. Results must be new memory; operands, and the memory around them, must not change. A backend may raise on an odd address
+or stride, but must not be wrong there. For other ops twice the bound of their adapter's check is allowed: it is that of
+a single rounding.
 
 The bound is 1.5 times the error of fast accumulation over all of K (`conformance.accumulation_error`), whether the call
 permits it or not. Emulations that round each sum to 13 or 14 bits reach 1.0 times. How a library accumulates affects
@@ -67,6 +68,9 @@ KEPT = 1 << 25  # elements of exact results cached between rounds
 ANSWERS = 4096
 OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows", "alike_rows")
 OTHER_ROUNDS = 6
+OTHER_HEADROOM = (
+    2.0  # their bounds are those of a single rounding, which a kernel with other intermediate sums may exceed
+)
 HEADROOM = 1.5
 LAW_SHAPE = {"m": 256, "k": 1024}
 BLOCK = 128
@@ -95,7 +99,9 @@ FRESH, REUSED, MOVED = Round("fresh", math.nan), Round("reused", None, poison=Tr
 _ANSWERS: dict[tuple[Any, ...], tuple[Conformance, Any]] = {}
 
 
-def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | str) -> Conformance:
+def judge_backend(
+    op: str, backend: Backend, call: Any, device: torch.device | str, *, moved: bool = True
+) -> Conformance:
     """Judge a backend on a call, at the call's own shape. The verdict is cached.
 
     Args:
@@ -103,6 +109,8 @@ def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | s
         backend: any object with `supports` and `run`: a module of the registry or your own kernel.
         call: the op's description of shapes, Specs and types.
         device: the device to run on.
+        moved: also put operands at odd addresses and strides (round 3), for which Triton compiles other kernels. False
+            for a call whose operands are known to be where an allocator puts them.
 
     Returns:
         The verdict. A backend that does not support the call, raises, or is wrong in any round fails, with the reason.
@@ -118,8 +126,8 @@ def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | s
     if not supported:
         return Conformance.failed(supported.reason)
     judges: dict[str, Callable[..., Conformance]] = {"scaled_mm": _judge_matmul, "quantize": _judge_quantize}
-    judge = partial(judges.get(op, partial(_judge_other, op)), backend, call, device)
-    return _judge_cached((op, _identity(backend), call, str(device)), judge, backend)
+    judge = partial(judges.get(op, partial(_judge_other, op)), backend, call, device, moved=moved)
+    return _judge_cached((op, _identity(backend), call, str(device), moved), judge, backend)
 
 
 def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device: torch.device | str) -> Conformance:
@@ -141,7 +149,7 @@ def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device
     """
     device = torch.device(device)
     key = ("quantizer", _identity(quantize), call, str(device))
-    return _judge_cached(key, lambda: _judge_quantize(_FunctionBackend(quantize), call, device), quantize)
+    return _judge_cached(key, lambda: _judge_quantize(_FunctionBackend(quantize), call, device, moved=True), quantize)
 
 
 class _FunctionBackend:
@@ -200,12 +208,13 @@ def _shrink(size: int, limit: int) -> int:
     return size if size <= limit + BLOCK else limit + size % BLOCK
 
 
-def _steps(backend: Any, names: tuple[str, ...]) -> Iterator[tuple[int, Round, str]]:
+def _steps(backend: Any, names: tuple[str, ...], *, moved: bool = True) -> Iterator[tuple[int, Round, str]]:
     """Yield (number of the call, round, set) in the order of execution; each round begins with another set."""
     if _is_reference(backend):
         yield from ((number, FRESH, name) for number, name in enumerate(("spread", "extreme")))
         return
-    rounds = (FRESH, REUSED, MOVED) if len(names) > 8 else (FRESH, REUSED, MOVED, REUSED, MOVED)
+    last = MOVED if moved else FRESH
+    rounds = (FRESH, REUSED, last) if len(names) > 8 else (FRESH, REUSED, last, REUSED, last)
     for turn, round_ in enumerate(rounds):
         for place, name in enumerate(names[5 * turn % len(names) :] + names[: 5 * turn % len(names)]):
             number = turn * len(names) + place
@@ -268,12 +277,12 @@ def allow(call: MatmulCall) -> float:
 class _MatmulTrial:
     """The state of judging one backend of scaled_mm."""
 
-    def __init__(self, backend: Any, call: MatmulCall, device: torch.device) -> None:
-        self.backend, self.call, self.device = backend, call, device
+    def __init__(self, backend: Any, call: MatmulCall, device: torch.device, *, moved: bool) -> None:
+        self.backend, self.call, self.device, self.moved = backend, call, device, moved
         self.allowed = allow(call)
         self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
         keep = len(MATMUL_SETS) * call.m * call.n <= KEPT
-        names = {name for _, _, name in _steps(backend, MATMUL_SETS)}
+        names = {name for _, _, name in _steps(backend, MATMUL_SETS, moved=moved)}
         self.sets = {name: matmul_set(call, name, seed=0, device=device) for name in MATMUL_SETS if name in names}
         self.products = {name: Product(s.a, s.b, keep=keep) for name, s in self.sets.items()}
         self.first: dict[str, Tensor] = {}
@@ -324,9 +333,9 @@ class _MatmulTrial:
 
 
 @torch.no_grad()
-def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Conformance:
-    trial, worst = _MatmulTrial(backend, _shrink_reference_call(backend, call), device), 0.0
-    for number, round_, name in _steps(backend, MATMUL_SETS):
+def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device, *, moved: bool) -> Conformance:
+    trial, worst = _MatmulTrial(backend, _shrink_reference_call(backend, call), device, moved=moved), 0.0
+    for number, round_, name in _steps(backend, MATMUL_SETS, moved=moved):
         verdict = trial.step(number, round_, name)
         if not verdict:
             return Conformance(False, verdict.error, trial.allowed, _describe(round_, number, name, verdict.reason))
@@ -335,10 +344,10 @@ def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Confo
 
 
 @torch.no_grad()
-def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> Conformance:
+def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device, *, moved: bool) -> Conformance:
     call = _shrink_reference_call(backend, call)
     arrangement, options_of = (Arrangement(exact=getattr(backend, "any_alignment", False)), Quantize()._options)
-    names = {name for _, _, name in _steps(backend, QUANTIZE_SETS)}
+    names = {name for _, _, name in _steps(backend, QUANTIZE_SETS, moved=moved)}
     inputs_ = {
         name: quantize_set(name, call.m, call.k, seed=seed, dtype=call.in_dtype, device=device)
         for seed, name in enumerate(QUANTIZE_SETS)
@@ -346,7 +355,7 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> C
     }
     options = {name: options_of(call, x) for name, x in inputs_.items()}
     expected = {name: _make_checks(call.spec, x, options[name]) for name, x in inputs_.items()}
-    for number, round_, name in _steps(backend, QUANTIZE_SETS):
+    for number, round_, name in _steps(backend, QUANTIZE_SETS, moved=moved):
         x = arrangement.put(inputs_[name], round_.place, number, role="x")
         around = Surroundings(x)
         with _fill_memory(round_, call.m * call.k, device):
@@ -382,8 +391,11 @@ def _same_quantized(q: QTensor, law: QTensor) -> Conformance:
     return check_quantized(q, law)
 
 
-def _judge_other(op: str, backend: Any, call: Any, device: torch.device) -> Conformance:
-    """Judge any other op with its adapter's check on several distributions, interleaved and repeated."""
+def _judge_other(op: str, backend: Any, call: Any, device: torch.device, *, moved: bool) -> Conformance:
+    """Judge any other op with its adapter's check on several distributions, interleaved and repeated.
+
+    Their operands are always where an allocator puts them, so `moved` changes nothing.
+    """
     adapter, worst = adapter_for(op), Conformance(True, 0.0, 0.0)
     sets = {
         name: adapter.operands(call, seed=seed, distribution=name, device=device)
@@ -394,7 +406,8 @@ def _judge_other(op: str, backend: Any, call: Any, device: torch.device) -> Conf
         for name, operands in sets.items():
             # every other round in the same memory: exposes what is cached by address
             verdict = adapter.check(backend, call, refill(held, operands) if turn % 2 else operands)
-            if not verdict:
+            if not verdict and not verdict.error <= OTHER_HEADROOM * verdict.tolerance:
                 return Conformance(False, verdict.error, verdict.tolerance, f"on {name} operands: {verdict.reason}")
+            verdict = replace(verdict, ok=True, reason="")
             worst = max(worst, verdict, key=lambda v: v.error)
     return worst

@@ -65,6 +65,7 @@ class GroupedMm(Op[LoadedCall]):
     """x [M, K] sorted by expert times w [E, N, K]."""
 
     op = "grouped_mm"
+    OWN = LoadedCall
     DIMENSIONS = ("m", "k", "n", "experts")
     VARIANTS = ("bfloat16|53|even", "e4m3:row@e4m3:row|53|even|fast", "e4m3:1x128@e4m3:128x128|53|even")
 

@@ -79,6 +79,7 @@ class Interaction(Op[LayerCall]):
     """The interaction of a Wukong layer, or its gradient."""
 
     op = "interaction"
+    OWN = LayerCall
     DIMENSIONS = ("rows", "n", "d")
     VARIANTS = ("24/32+32", "24/32+32|project", "24/32+32|gradient")
 

@@ -1,7 +1,7 @@
 """Benchmark adapter of fused_linear: the layer for inference and training, and its gradient. Rival: the bare FP8 GEMM.
 
     e4m3:tensor@e4m3:tensor>e4m3:tensor:static                  inference; BlockNorm-256 and hard swish by default
-    e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose   training; options: an activation, nonorm, bias
+    e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose   training; options: an activation, nonorm, bias, amax
     gradient>e4m3:tensor:delayed+e4m3:tensor:delayed            from dy to the quantized gradient and its transpose
     dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|relu      from a layer's gradient to that of the layer before it
 
@@ -79,7 +79,7 @@ class FusedLinear(Op[Call]):
         "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|relu|bias",
     )
     DIMENSIONS = ("m", "k", "n")
-    OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose", "wide"})  # wide: backward reads z in bf16
+    OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose", "amax", "wide"})  # wide: backward reads z in bf16
 
     def parse(self, shape: Shape, variant: str) -> Call:
         """See `Op.parse`. A gradient has no K, so shapes that differ only in K are one call."""
@@ -99,18 +99,19 @@ class FusedLinear(Op[Call]):
                 raise ValueError(f"variant {variant!r}: keep, transpose and nonorm belong to forward")
             chosen = activation or "relu"
             form: Kept = "nothing" if chosen == "none" else "bf16" if "wide" in options else "scaled"
-            return DgradCall(m, k, n, Spec.parse(left), Spec.parse(right), Spec.parse(output), chosen, form, "bias" in options)  # fmt: skip
+            extras = [name in options for name in ("bias", "amax")]
+            return DgradCall(m, k, n, Spec.parse(left), Spec.parse(right), Spec.parse(output), chosen, form, *extras)
         out = DTYPES[output] if output in DTYPES else Spec.parse(output)
-        extras = [name in options for name in ("bias", "keep", "transpose")]
+        extras = [name in options for name in ("bias", "keep", "transpose", "amax")]
         return FusedCall(m, k, n, Spec.parse(left), Spec.parse(right), out, block, chosen, *extras)
 
     def spell(self, call: Call) -> str:
         """See `Op.spell`."""
         if isinstance(call, DgradCall):
-            extras = [name for name, on in (("bias", call.bias), ("wide", call.z == "bf16")) if on]
-            return "|".join([f"dgrad {call.g}@{call.w_t}>{call.spec}", call.activation, *extras])
+            flags = {"bias": call.bias, "amax": call.amax, "wide": call.z == "bf16"}
+            return "|".join([f"dgrad {call.g}@{call.w_t}>{call.spec}", call.activation, *(f for f, on in flags.items() if on)])  # fmt: skip
         options = [call.activation, *(["nonorm"] if not call.norm_block else [])]
-        options += [name for name in ("bias", "keep", "transpose") if getattr(call, name, False)]
+        options += [name for name in ("bias", "keep", "transpose", "amax") if getattr(call, name, False) is True]
         if isinstance(call, GradientCall):
             head = f"gradient>{call.spec}+{call.spec_t}"
         else:

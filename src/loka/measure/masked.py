@@ -56,6 +56,7 @@ class MaskedAttention(Op[PaddedAttention]):
     """Softmax attention over the keys selected by a mask."""
 
     op = "masked_attention"
+    OWN = PaddedAttention
     DIMENSIONS = ("rows", "heads", "length=keys")
     VARIANTS = ("32", "64|gradient", "128")
 

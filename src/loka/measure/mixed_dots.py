@@ -49,6 +49,7 @@ class MixedDots(Op[MixturesCall]):
     """Products with mixtures, or their gradient."""
 
     op = "mixed_dots"
+    OWN = MixturesCall
     DIMENSIONS = ("b", "n", "d")
     VARIANTS = ("mixtures=24", "mixtures=24|gradient", "mixtures=24+32", "mixtures=24+32|gradient")
 

@@ -116,11 +116,12 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         p = p if bias is None else p + bias.double()
         return ACTIVATE[call.activation](p)
 
-    def covers(self, call: NormCall | NormGradientCall) -> bool:
-        """Return True for calls that quantize what arrives in 16 or 32 bits, and for their gradient."""
+    def adopt(self, call: Any) -> NormCall | NormGradientCall | None:
+        """See `Op.adopt`. FP8 inputs, gradients beside a residual, and heads are not checked."""
         if isinstance(call, NormGradientCall):
-            return call.kept is None and not call.residual
-        return call.spec is not None and call.kept is None and not call.heads
+            return None if call.kept is not None or call.residual else call
+        made: NormCall = call
+        return None if made.spec is None or made.kept is not None or made.heads else made
 
     def baseline(self, call: NormCall | NormGradientCall, operands: Any) -> Thunk:
         """Return norm + activation in bf16 (RMS norm in place of block norm), without quantization."""

@@ -6,7 +6,8 @@ result, and counts the minimal bytes and FLOPs.
 
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import fields
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
@@ -23,6 +24,7 @@ class Op(Generic[C]):
 
     op: ClassVar[str]
     VARIANTS: ClassVar[tuple[str, ...]]  # the default variants
+    OWN: ClassVar[type | None] = None  # its own class of calls, if it adds options of variants to the kernel's class
     DIMENSIONS: ClassVar[tuple[str, ...]]  # dimensions of a shape, in order: fields of the call, or `name=field`
 
     def parse(self, shape: Shape, variant: str) -> C:
@@ -45,9 +47,16 @@ class Op(Generic[C]):
         """Check the backend against the exact result."""
         raise NotImplementedError
 
-    def covers(self, call: C) -> bool:
-        """Return True if `operands` and `check` know this kind of call."""
-        return True
+    def adopt(self, call: Any) -> C | None:
+        """Return a call that a kernel was given as one of this adapter's; options of variants keep their defaults.
+
+        None if the adapter has no check for this kind of call.
+        """
+        if self.OWN is None or isinstance(call, self.OWN):
+            return cast(C, call)
+        if type(call) is not self.OWN.__base__:
+            return None
+        return cast(C, self.OWN(**{field.name: getattr(call, field.name) for field in fields(self.OWN.__base__)}))
 
     def baseline(self, call: C, operands: Any) -> Thunk:
         """Return a function that does the same in bf16."""

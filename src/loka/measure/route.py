@@ -54,6 +54,7 @@ class Route(Op[SortedRouterCall]):
     """Routing of tokens to experts."""
 
     op = "route"
+    OWN = SortedRouterCall
     DIMENSIONS = ("tokens", "k", "experts")
     VARIANTS = ("top=3", "top=3|always|sorted")
 
