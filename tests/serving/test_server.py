@@ -2,10 +2,12 @@
 
 import base64
 import json
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,7 @@ import torch
 
 from loka.inference import EngineConfig, Recommender
 from loka.serving import Job, Limits, Server
+from loka.serving.server import LOGS, log_nothing, log_to_stderr
 
 from .client import call, dial, get, post, wait_for
 from .sleeper import Sleeper
@@ -315,6 +318,31 @@ def test_an_answer_that_fails_when_it_is_taken_is_an_error_and_the_engine_goes_o
     assert "no answer" in caplog.text
 
 
+def test_every_line_of_the_log_is_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also of what is no HTTP, which uvicorn logs; its time is that of the event, not of a zone that nobody knows."""
+    loggers = [logging.getLogger(name) for name in LOGS]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+
+    def provoke() -> str:
+        with Server(Sleeper(COST), sla=60.0, port=0).background() as server, dial(server.url) as connection:
+            connection.sendall(b"GET /a path HTTP/1.1\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        return capfd.readouterr().err
+
+    try:
+        log_to_stderr(logging.WARNING)
+        lines = [json.loads(line) for line in provoke().splitlines()]
+        assert "Invalid HTTP" in lines[-1]["message"]
+        age = datetime.now(UTC) - datetime.fromisoformat(lines[-1]["at"])
+        assert timedelta() <= age < timedelta(minutes=1)
+        log_nothing()
+        assert provoke() == ""
+    finally:
+        for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
 def test_tokens_are_asked_for_and_rotate(tmp_path: Path, fronts: int) -> None:
     file = tmp_path / "tokens"
     file.write_text("# ours\nfirst-token-0123456789\n")
@@ -358,6 +386,8 @@ def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="port 99999: expected 0 to 65535"), Server(Sleeper(COST), sla=1.0, port=99999).background():  # fmt: skip
             pass
         with pytest.raises(ValueError, match=r"cannot listen.*hint: another port"), Server(Sleeper(COST), sla=1.0, port=taken.getsockname()[1]).background():  # fmt: skip
+            pass
+        with pytest.raises(ValueError, match=r"cannot listen.*hint: another --admin-port"), Server(Sleeper(COST), sla=1.0, port=0, admin_port=taken.getsockname()[1]).background():  # fmt: skip
             pass
 
 

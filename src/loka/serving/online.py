@@ -8,8 +8,9 @@ so that frequent users do not count more. In order:
                     one of four verdicts
     guardrails      p99 latency, refused and empty answers; broken if the candidate is significantly beyond the limit
 
-An exposure counts once per request id, even if several processes wrote it; an outcome counts once per request id and
-name, and only for requests that were exposed.
+An exposure counts once per request id, even if several processes wrote it. A request that was refused, and answered when
+its client tried again with the same id, counts as both. An outcome counts once per request id and name, and only for
+requests that were answered.
 """
 
 import json
@@ -64,7 +65,7 @@ def read_events(folder: str | Path) -> Events:
             f"{place}: no experiment.json that can be read ({error}); hint: loka serve A B --events {place}"
         ) from error
     events = Events(header["arms"], header["shares"], header["salt"], {name: Arm() for name in header["arms"]})
-    seen: dict[str, tuple[str, str]] = {}
+    seen: dict[tuple[str, bool], tuple[str, str]] = {}  # by request id, and whether it was answered
     outcomes: dict[tuple[str, str], float] = {}
     for path in sorted(place.glob("events-*.jsonl")):
         for line in path.read_bytes().splitlines():
@@ -74,16 +75,16 @@ def read_events(folder: str | Path) -> Events:
             except (ValueError, KeyError, TypeError):
                 events.damaged += 1  # a killed process may leave an incomplete line
     for (request_id, name), value in outcomes.items():
-        if request_id not in seen:
+        if (request_id, True) not in seen:
             events.orphans += 1
             continue
-        user, arm = seen[request_id]
+        user, arm = seen[request_id, True]
         totals = events.arms[arm].totals.setdefault(name, {})
         totals[user] = totals.get(user, 0.0) + value
     return events
 
 
-def _add_event(event: dict[str, Any], events: Events, seen: dict[str, tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
+def _add_event(event: dict[str, Any], events: Events, seen: dict[tuple[str, bool], tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
     kind, request_id = event["event"], event["request_id"]
     if kind == "outcome":
         if (request_id, event["name"]) in outcomes:
@@ -93,13 +94,13 @@ def _add_event(event: dict[str, Any], events: Events, seen: dict[str, tuple[str,
         return
     if kind != "exposure":
         return
-    if request_id in seen:
+    user, arm, answered = str(event["user"]), events.arms[event["arm"]], event["status"] == 200
+    if (request_id, answered) in seen:
         events.duplicates += 1
         return
-    user, arm = str(event["user"]), events.arms[event["arm"]]
-    seen[request_id] = (user, event["arm"])
+    seen[request_id, answered] = (user, event["arm"])
     events.simulated |= bool(event["simulated"])
-    if event["status"] == 200:
+    if answered:
         arm.exposures[user] = arm.exposures.get(user, 0) + 1
         arm.answered += 1
         arm.empty += bool(event["empty"])
@@ -139,7 +140,7 @@ def judge_experiment(
     if events.damaged:
         notes.append(f"{events.damaged} lines could not be read and were left out")
     if events.orphans:
-        notes.append(f"{events.orphans} outcomes belong to no exposure and were left out")
+        notes.append(f"{events.orphans} outcomes belong to no answer and were left out")
     if events.simulated:
         notes.append("users are simulated: this says that the machinery works, and nothing about people")
     names = sorted({*baseline.totals, *candidate.totals})

@@ -249,7 +249,9 @@ class Saver:
         error = None if self._pending is None else self._pending.exception()  # an interrupt leaves it pending
         self._pending = None
         if error is not None:
-            if isinstance(error, OSError) and error.errno:  # of the disk; named after the folder, not after a temporary file in it
+            if (
+                isinstance(error, OSError) and error.errno
+            ):  # of the disk; named after the folder, not after a temporary file in it
                 raise OSError(error.errno, error.strerror, str(self.folder)) from error
             raise RuntimeError(f"a checkpoint could not be written to {self.folder}: {error}") from error
 
