@@ -148,6 +148,9 @@ def judge_experiment(
         _compare(name, baseline, candidate, margin, alpha / max(1, len(names)), name in lower_is_better)
         for name in names
     ]
+    if lower_is_better:
+        absent = [name for name in lower_is_better if name not in names]
+        notes.append(f"lower is better: {', '.join(lower_is_better)}" + (f"; no outcome of {', '.join(absent)} yet" if absent else ""))  # fmt: skip
     if len(names) > 1:
         notes.append(
             f"{len(names)} metrics share the error of {alpha:g}: each interval is at {1 - alpha / len(names):.2%}"
