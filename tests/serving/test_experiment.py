@@ -79,6 +79,8 @@ def test_shadow_mode_runs_both_and_shows_one(tmp_path: Path, fronts: int) -> Non
     lines = read_lines(tmp_path)
     assert [line["event"] for line in lines].count("shadow") == 5
     assert {line["arm"] for line in lines if line["event"] == "shadow"} == {"b"}
+    with pytest.raises(ValueError, match="events of shadow mode, where a answers everybody"):
+        judge_experiment(tmp_path)
     with pytest.raises(ValueError, match="split, or shadow"):
         Server(arms, sla=1.0)
     with pytest.raises(ValueError, match="--events"):
@@ -137,6 +139,9 @@ def test_events_of_several_processes_are_counted_once(tmp_path: Path) -> None:
     assert "could not be read" in " ".join(again.notes)
     with pytest.raises(ValueError, match=r"experiment\.json"):
         judge_experiment(tmp_path / "nowhere")
+    (tmp_path / "experiment.json").write_text('{"arms": ["a", "b"]}')
+    with pytest.raises(ValueError, match="can be read .*shares"):
+        judge_experiment(tmp_path)
 
 
 def test_a_request_that_is_refused_and_then_answered_counts_as_both(tmp_path: Path) -> None:

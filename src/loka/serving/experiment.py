@@ -73,6 +73,14 @@ class Split:
         return self.names[-1]
 
 
+class Described(msgspec.Struct):
+    """The content of `experiment.json`."""
+
+    arms: list[str]
+    shares: list[float]
+    salt: str
+
+
 class EventLog:
     """Append events to this process's own file, each line in one write.
 
@@ -87,11 +95,11 @@ class EventLog:
     def __init__(self, folder: str | Path, split: Split) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        described = {"arms": list(split.names), "shares": list(split.shares), "salt": split.salt}
+        described = Described(list(split.names), list(split.shares), split.salt)
         header, own = self.folder / "experiment.json", f"{platform.node()}-{os.getpid()}-{time.time_ns()}"
         if not header.exists():  # replicas start together, so the file must appear atomically
             write_atomically(header, msgspec.json.encode(described))
-        if msgspec.json.decode(header.read_bytes()) != described:
+        if msgspec.json.decode(header.read_bytes(), type=Described) != described:
             raise ValueError(f"{header} is of another experiment; hint: use one folder per experiment, or remove it")
         self._file = (self.folder / f"events-{own}.jsonl").open("ab", buffering=0)
         self._seen: OrderedDict[tuple[str, str | bool | None, str], None] = OrderedDict()

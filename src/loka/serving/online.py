@@ -20,8 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loka.metrics import Moments, check_ratio_anytime, compare_anytime
 from loka.records import Guardrail, Interval, OnlineMetric, OnlineTest, SplitCheck, capture_environment
+from loka.serving.experiment import Described
 
 THRESHOLD = 0.001  # p-value of a sample-ratio mismatch
 SURE = 3.29  # standard errors: one in a thousand, two-sided
@@ -52,6 +55,7 @@ class Events:
     duplicates: int = 0
     damaged: int = 0
     orphans: int = 0
+    shadows: int = 0
     simulated: bool = False
 
 
@@ -59,12 +63,12 @@ def read_events(folder: str | Path) -> Events:
     """Read every events file in the folder of an experiment; each request id counts once."""
     place = Path(folder)
     try:
-        header = json.loads((place / "experiment.json").read_bytes())
+        header = msgspec.json.decode((place / "experiment.json").read_bytes(), type=Described)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{place}: no experiment.json that can be read ({error}); hint: loka serve A B --events {place}"
         ) from error
-    events = Events(header["arms"], header["shares"], header["salt"], {name: Arm() for name in header["arms"]})
+    events = Events(header.arms, header.shares, header.salt, {name: Arm() for name in header.arms})
     seen: dict[tuple[str, bool], tuple[str, str]] = {}  # by request id, and whether it was answered
     outcomes: dict[tuple[str, str], float] = {}
     for path in sorted(place.glob("events-*.jsonl")):
@@ -92,6 +96,7 @@ def _add_event(event: dict[str, Any], events: Events, seen: dict[tuple[str, bool
         else:
             outcomes[request_id, event["name"]] = float(event["value"])
         return
+    events.shadows += kind == "shadow"
     if kind != "exposure":
         return
     user, arm, answered = str(event["user"]), events.arms[event["arm"]], event["status"] == 200
@@ -128,6 +133,8 @@ def judge_experiment(
         >>> judge_experiment("runs/ab", margin=0.01).metrics                            # doctest: +SKIP
     """
     events = read_events(folder)
+    if events.shadows:
+        raise ValueError(f"{folder}: events of shadow mode, where {events.names[0]} answers everybody: there are no two groups of users to compare; the overlap of the answers is in its {events.shadows:,} shadow lines")  # fmt: skip
     if len(events.names) != 2:
         raise ValueError(f"{folder}: {len(events.names)} arms; expected a baseline and a candidate")
     baseline, candidate = (events.arms[name] for name in events.names)
