@@ -131,6 +131,10 @@ def test_other_errors_have_their_own_codes(sleeper: Server) -> None:
     assert get(url, "/v1/recommend")[0] == 405
     assert get(url, "/nothing")[0] == 404
     assert get(url, "/metrics")[0] == 404  # not on this port
+    assert call(url, "POST", "/v2/health/ready")[0] == 405
+    status, headers, body = call(url, "HEAD", "/v2/health/ready")  # as monitors ask
+    assert (status, headers["content-length"], body) == (200, "14", b"")
+    assert call(str(sleeper.admin_url), "HEAD", "/metrics")[0] == 200
     assert post(url, {"number": 1}, path="/v2/models/other/infer")[0] == 404
     assert post(url, b"x" * 5000)[0] == 413
     assert post(url, {"number": 1}, x_request_id="not an id!")[0] == 400
