@@ -240,6 +240,10 @@ def test_a_plan_of_chains_is_told_as_one() -> None:
     assert "1 of 1" in tiles
     assert "not measured" not in tiles
     assert f"A plan: 1 of {len(plan.sites)} sites in FP8" in render(Results(plans=(planned,)))
+    assert "error limits 0.2 (MERE" in render(Results(plans=(planned,)))
+    assert "no limits on the errors" in render(
+        Results(plans=(replace(planned, max_error=1.0, max_gradient_error=1.0),))
+    )
     table = collect(Results(plans=(planned,)))["table"]
     assert [row.get("h") for row in table[:2]] == [1, None]
 

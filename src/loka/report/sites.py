@@ -199,13 +199,13 @@ def _say_plan(plan: Plan) -> str:
         )
     )
     notes = "".join(notice(escape(capitalise(note))) for note in plan.notes if plan.min_speedup is not None)
-    return (
-        about(
-            f"Made for {escape(goal + where)}: error limits {plan.max_error:g} (MERE, forward) and "
-            f"{plan.max_gradient_error:g} (relative L2, gradients), each against the worse end of the interval.{budget}"
-        )
-        + notes
+    limits = (
+        "no limits on the errors of single products, which were judged by the loss or not at all."
+        if min(plan.max_error, plan.max_gradient_error) >= 1
+        else f"error limits {plan.max_error:g} (MERE, forward) and {plan.max_gradient_error:g} (relative L2, gradients), "
+        "each against the worse end of the interval."
     )
+    return about(f"Made for {escape(goal + where)}: {limits}{budget}") + notes
 
 
 def _say_target(results: Results) -> str:
