@@ -148,6 +148,8 @@ def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "bundle.json" in fail(capsys, "generate", "--from", tmp_path)
     assert "no recommender" in fail(capsys, "quantize", tmp_path, "--out", tmp_path / "x")
     assert "ends in .safetensors" in fail(capsys, "quantize", "onerec:tiny", "--out", tmp_path / "x")
+    for option in (("--weights", "w.safetensors"), ("--loss", "a:b"), ("--seed", 3)):
+        assert "leave them out" in fail(capsys, "quantize", folder / "plain", "--out", tmp_path / "x", *option)
     assert "two folders or two .jsonl" in fail(capsys, "ab", tmp_path, tmp_path / "x.jsonl")
 
 
