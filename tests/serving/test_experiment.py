@@ -140,7 +140,7 @@ def test_events_of_several_processes_are_counted_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"experiment\.json"):
         judge_experiment(tmp_path / "nowhere")
     (tmp_path / "experiment.json").write_text('{"arms": ["a", "b"]}')
-    with pytest.raises(ValueError, match="can be read .*shares"):
+    with pytest.raises(ValueError, match=r"can be read .*shares"):
         judge_experiment(tmp_path)
 
 
