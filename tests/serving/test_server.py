@@ -17,6 +17,7 @@ import torch
 from loka.inference import EngineConfig, Recommender
 from loka.serving import Job, Limits, Server
 from loka.serving.server import LOGS, log_nothing, log_to_stderr
+from loka.serving.tokens import Tokens
 
 from .client import call, dial, get, post, wait_for
 from .sleeper import Sleeper
@@ -367,6 +368,14 @@ def test_tokens_are_asked_for_and_rotate(tmp_path: Path, fronts: int) -> None:
         for _ in range(8):  # whichever front is asked, also one that was not since the change
             assert post(server.url, {"number": 1}, authorization="Bearer second-token-0123456789")[0] == 200
             assert post(server.url, {"number": 1}, authorization="Bearer first-token-0123456789")[0] == 401
+
+
+def test_a_token_file_of_any_editor_is_read_and_its_comments_are_no_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("first-token-0123456789\r\n  # a comment that is indented\n", encoding="utf-8-sig")
+    tokens = Tokens(file)
+    assert tokens.accept("Bearer first-token-0123456789")
+    assert not tokens.accept("Bearer # a comment that is indented")
 
 
 def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
