@@ -501,6 +501,9 @@ def test_open_inference_protocol_by_hand(generative: Server) -> None:
     assert get(url, "/v2/models/tiny/versions/v9/ready")[0] == 404
     for change, path in (
         ({"shape": [2]}, "$.inputs[0].data"),
+        ({"data": [1, 2.7, 3]}, "$.inputs[0].data"),  # no item is cut off to another one
+        ({"data": ["1", "2", "3"]}, "$.inputs[0].data"),
+        ({"data": [1, None, 3]}, "$.inputs[0].data"),
         ({"datatype": "FP99"}, "$.inputs[0].datatype"),
         ({"name": "nothing"}, "$.inputs"),
         ({"datatype": "FP32"}, "$.inputs.history"),
