@@ -110,6 +110,8 @@ def test_what_is_written(tmp_path: Path) -> None:
 def test_static_scales_are_calibrated(tmp_path: Path) -> None:
     run("--recipe", "tensorwise", "--scales", "static", "--out", tmp_path / "out")
     assert load_file(tmp_path / "out" / "scales.safetensors")["0/x/static"] > 0
+    run("--recipe", "tensorwise", "--out", tmp_path / "out")  # dynamic scales have no state
+    assert not (tmp_path / "out" / "scales.safetensors").exists()
 
 
 def test_a_plan(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a person can get wrong on the command line is answered with one message that says what to do, and stdout stays data."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -113,6 +114,11 @@ def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
     save_file({"0.weight": torch.ones(3, 3)}, other)
     assert "size mismatch for 0.weight" in fail(*words, other)
     assert not (tmp_path / "q.safetensors").exists()
+
+
+def test_a_full_disk_is_no_internal_error() -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a write names no file
+    assert cli._explain(full).startswith("error: No space left on device")
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(

@@ -40,3 +40,9 @@ def test_a_file_of_untrained_weights_is_called_that(tmp_path: Path, monkeypatch:
     assert done.exit_code == 0, done.output
     assert "wukong:tiny has its initial weights and is not trained; hint: --weights" in done.stderr
     assert done.stdout == "written\n"
+
+
+def test_a_batch_without_rows_is_no_example(tmp_path: Path) -> None:
+    save_ranker(build_ranker(SCHEMA, "wukong", "tiny"), SCHEMA, tmp_path / "ranker", family="wukong", size="tiny")
+    words = ["export", str(tmp_path / "ranker"), "--out", str(tmp_path / "ranker.pt2"), "--batch-size", "0"]
+    assert "--batch-size 0: expected at least 1 row" in str(CliRunner().invoke(app, words, obj={}).exception)

@@ -148,6 +148,8 @@ def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "bundle.json" in fail(capsys, "generate", "--from", tmp_path)
     assert "no recommender" in fail(capsys, "quantize", tmp_path, "--out", tmp_path / "x")
     assert "ends in .safetensors" in fail(capsys, "quantize", "onerec:tiny", "--out", tmp_path / "x")
+    for option in (("--weights", "w.safetensors"), ("--loss", "a:b"), ("--seed", 3)):
+        assert "leave them out" in fail(capsys, "quantize", folder / "plain", "--out", tmp_path / "x", *option)
     assert "two folders or two .jsonl" in fail(capsys, "ab", tmp_path, tmp_path / "x.jsonl")
 
 
@@ -189,6 +191,23 @@ class TestFiles:
         test = from_json(run("ab", a, b, "--json").strip(), PairedTest)
         assert {m.metric: m.outcome for m in test.metrics} == {"recall@10": "better", "loss": "better"}
         run("ab", b, a, code=1)  # worse is a finding
+
+    def test_the_direction_of_a_metric_is_told_and_may_be_given(self, tmp_path: Path) -> None:
+        for name, value in (("a", 1.0), ("b", 1.1)):
+            lines = [json.dumps({"user": u, "bounces": value * (1 + u % 7), "clicks": 1.0}) for u in range(50)]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8-sig")
+        words = ("ab", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+        assert "better" in run(*words)
+        assert "lower is better: bounces" in run(*words, "--lower", "bounces", code=1)
+
+    def test_what_does_not_apply_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        a, b = self.write(tmp_path / "a.jsonl", 0.0), self.write(tmp_path / "b.jsonl", 0.0)
+        assert "there is no metric refunds" in fail(capsys, "ab", a, b, "--lower", "refunds")
+        assert "--users, --beams: cannot be honoured" in fail(capsys, "ab", a, b, "--users", 5, "--beams", 5)
+        assert "--device: cannot be honoured" in fail(capsys, "ab", "--online", tmp_path, "--device", "cuda")
+        assert "--lower: cannot be honoured" in fail(capsys, "ab", tmp_path, tmp_path, "--lower", "recall@10")
+        (tmp_path / "b.jsonl").write_text('{"user": 1.2, "loss": 0.5}\n')
+        assert "user 1.2 is not an integer" in fail(capsys, "ab", a, tmp_path / "b.jsonl")
 
     def test_a_lost_half_is_a_finding(self, tmp_path: Path) -> None:
         a, b = self.write(tmp_path / "a.jsonl", 0.0), self.write(tmp_path / "b.jsonl", 0.0, users=100)

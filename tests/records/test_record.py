@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from safetensors.numpy import save_file
 
 from loka.records import (
     Point,
@@ -26,6 +29,7 @@ from loka.records import (
     capture_environment,
     from_json,
     load,
+    replacing,
     save,
     to_json,
     write_atomically,
@@ -362,7 +366,7 @@ class TestWriting:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, function, fail)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=r"No space left on device: '.*/run\.json'"):
             save(self.bad(seed=9), path)
         assert path.read_bytes() == before
         assert os.listdir(tmp_path) == ["run.json"]  # nothing half-written lies about
@@ -395,10 +399,28 @@ class TestWriting:
             assert stat.S_IMODE(path.stat().st_mode) == 0o644
             path.chmod(0o640)
             write_atomically(path, b"2")
+            weights = tmp_path / "weights.safetensors"
+            with replacing(weights) as temporary:
+                save_file({"a": np.ones(3)}, temporary)
         finally:
             os.umask(old)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
         assert path.read_bytes() == b"2"
+        assert stat.S_IMODE(weights.stat().st_mode) == 0o644
+
+    def test_a_disk_that_cannot_take_tensors_is_named_as_any_other(self, tmp_path: Path) -> None:
+        weights = tmp_path / "weights.safetensors"
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            with (
+                pytest.raises(OSError, match=r"File too large: '.*/weights\.safetensors'"),
+                replacing(weights) as temporary,
+            ):
+                save_file({"a": np.ones(1000)}, temporary)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not os.listdir(tmp_path)
 
     def test_a_symbolic_link_stays_a_link(self, tmp_path: Path) -> None:
         (tmp_path / "real.json").write_bytes(b"1")

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 
 from loka import records
 from loka.dispatch import Policy, make_plan
-from loka.records import Interval, RecordError
+from loka.records import Interval, LinkPlan, RecordError, UnitPlan
 from loka.records.tuning import SizeEstimate, SizeEstimates, TunedUnit, Tuning
 from loka.report import Pair, Results, render, render_pair, write_html
+from loka.report.payload import collect
 from loka.report.results import read_any
 
 from .job import make_comparison, make_everything, make_results
@@ -220,6 +221,31 @@ def test_tune_heads_its_page_with_speed_and_loss_and_claims_nothing_that_was_not
         tiles = render(given).partition('<ul class="tiles">')[2].partition("</ul>")[0]
         assert [words for words in wanted if words not in tiles.replace("\u202f", " ")] == []
         assert absent not in tiles
+
+
+def test_a_plan_of_chains_is_told_as_one() -> None:
+    """A folder of `loka tune` holds its plan, whose sites say nothing of the chains that they are in."""
+    results = make_results()
+    assert results.probe is not None
+    plan = make_plan(results.probe, Policy(min_speedup=1e9))
+    first = plan.sites[0]
+    links = [LinkPlan(linear=first.site, k=first.k, n=first.n)]
+    planned = replace(plan, units=[UnitPlan(name=first.site, links=links)])
+    unit = TunedUnit(first.site, [first.site], "chain", 0.6, "safe")
+    tuning = Tuning(model="Ranker", target="train", margin=2e-4, used_margin=2e-4, units=[unit], plan=planned, environment=results.probe.environment, speedup=Interval(1.4, 1.3, 1.5))  # fmt: skip
+    tiles = (
+        render(Results(plans=(planned,), tunings=(tuning,))).partition('<ul class="tiles">')[2].partition("</ul>")[0]
+    )
+    assert "1.40×" in tiles
+    assert "1 of 1" in tiles
+    assert "not measured" not in tiles
+    assert f"A plan: 1 of {len(plan.sites)} sites in FP8" in render(Results(plans=(planned,)))
+    assert "error limits 0.2 (MERE" in render(Results(plans=(planned,)))
+    assert "no limits on the errors" in render(
+        Results(plans=(replace(planned, max_error=1.0, max_gradient_error=1.0),))
+    )
+    table = collect(Results(plans=(planned,)))["table"]
+    assert [row.get("h") for row in table[:2]] == [1, None]
 
 
 def test_what_tune_did_is_said_in_words_and_reasons_stay_readable() -> None:

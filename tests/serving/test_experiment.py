@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from loka.serving import Front, Policy, Server, Service, Split
 from loka.serving.experiment import EventLog
-from loka.serving.online import judge_experiment, read_events
+from loka.serving.online import judge_experiment, read_events, user_values
 
 from .client import post
 from .sleeper import Sleeper
@@ -78,10 +79,14 @@ def test_shadow_mode_runs_both_and_shows_one(tmp_path: Path, fronts: int) -> Non
     lines = read_lines(tmp_path)
     assert [line["event"] for line in lines].count("shadow") == 5
     assert {line["arm"] for line in lines if line["event"] == "shadow"} == {"b"}
+    with pytest.raises(ValueError, match="events of shadow mode, where a answers everybody"):
+        judge_experiment(tmp_path)
     with pytest.raises(ValueError, match="split, or shadow"):
         Server(arms, sla=1.0)
     with pytest.raises(ValueError, match="--events"):
         Server(arms, sla=1.0, shadow=True)
+    with pytest.raises(ValueError, match="no events without an experiment"):
+        Server(arms["a"], sla=1.0, events=tmp_path)
 
 
 def write(folder: Path, users: int, *, lift: float = 0.0, drop: float = 0.0, slow: float = 1.0, seed: int = 0) -> Path:
@@ -134,6 +139,41 @@ def test_events_of_several_processes_are_counted_once(tmp_path: Path) -> None:
     assert "could not be read" in " ".join(again.notes)
     with pytest.raises(ValueError, match=r"experiment\.json"):
         judge_experiment(tmp_path / "nowhere")
+    (tmp_path / "experiment.json").write_text('{"arms": ["a", "b"]}')
+    with pytest.raises(ValueError, match=r"can be read .*shares"):
+        judge_experiment(tmp_path)
+
+
+def test_a_request_that_is_refused_and_then_answered_counts_as_both(tmp_path: Path) -> None:
+    """Its outcome divided by no answer would make the arm that refuses more look better."""
+    log = EventLog(tmp_path, Split(("a", "b"), (50, 50), "test"))
+    for status in (429, 429, 200, 200):
+        log.write("exposure", "r", user=1, arm="a", ms=5.0, status=status, empty=False, simulated=True)
+    log.write("outcome", "r", name="click", value=1.0)
+    log.write("exposure", "never", user=1, arm="a", ms=5.0, status=429, empty=True, simulated=True)
+    log.write("outcome", "never", name="click", value=1.0)
+    log.close()
+    events = read_events(tmp_path)
+    assert (events.arms["a"].answered, events.arms["a"].refused, events.orphans) == (1, 2, 1)
+    assert user_values(events.arms["a"], "click") == [1.0]
+
+
+def test_an_event_that_a_full_disk_did_not_take_may_be_written_again(tmp_path: Path) -> None:
+    log, outcome = EventLog(tmp_path, Split(("a", "b"), (50, 50), "test")), {"name": "click", "value": 1.0}
+    log.write("exposure", "r", user=1, arm="a", ms=5.0, status=200, empty=False, simulated=True)
+    (file,) = tmp_path.glob("events-*")
+    before, size = resource.getrlimit(resource.RLIMIT_FSIZE), file.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))  # a part of the next line fits
+    try:
+        with pytest.raises(OSError, match="events-"):
+            log.write("outcome", "r", **outcome)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.stat().st_size == size
+    assert log.write("outcome", "r", **outcome)
+    assert not log.write("outcome", "r", **outcome)
+    log.close()
+    assert [line["event"] for line in read_lines(tmp_path)] == ["exposure", "outcome"]
 
 
 def test_an_exposure_is_written_once_the_answer_has_left(tmp_path: Path) -> None:

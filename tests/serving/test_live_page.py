@@ -54,6 +54,8 @@ def test_it_draws_latency_batches_and_shed_requests() -> None:
             found = re.search(rf'<polyline points="([^"]+)"[^>]*data-name="{name}"', page)
             assert found is not None, name
             assert len(found[1].split()) >= 2
+        for name in ("latency", "traffic", "batches"):
+            assert re.search(rf'id="{name}-scale">0 to [0-9.]+( ms)?, last two minutes<', page), name
         shed = re.search(r"<b>(\d+)</b>shed in 10 s", page)
         assert shed is not None
         assert int(shed[1]) > 0

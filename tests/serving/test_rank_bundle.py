@@ -10,13 +10,15 @@ from torch import Tensor, nn
 import loka
 from loka.data.batch import Batch, Jagged
 from loka.data.schema import Field, Schema
+from loka.lowp.chain_modules import chains_of
+from loka.lowp.linear import linears_of
 from loka.lowp.shared_inputs import SHARED
 from loka.models import build_ranker
 from loka.mods.weighted_sums import WeightedSums
 from loka.probe import Probe
-from loka.serving import RankingModel, RankRequest, load_ranker, save_ranker
+from loka.serving import RankingModel, RankRequest, load_ranker, rank_bundle, save_ranker
 from loka.serving.opening import open_model
-from loka.serving.rank_bundle import MODEL, draw_batch
+from loka.serving.rank_bundle import MODEL, draw_batch, is_ranker_bundle
 
 from .small import SCHEMA, make_ranker
 
@@ -119,6 +121,28 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         make_ranker(tmp_path / "x", rows=(8, 4))
     with pytest.raises(ValueError, match="CUDA graphs"):
         make_ranker(tmp_path / "y", graphs=True)
+
+
+def test_a_folder_that_is_written_again_keeps_nothing_of_the_model_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_ranker(PLAIN, "wukong", "tiny")
+    plan = loka.placing.plan_everything(model.eval(), draw_batch(PLAIN, 8), serving=True)
+    save_ranker(model, PLAIN, tmp_path, family="wukong", plan=plan)
+    planned = open_model(tmp_path)
+    save_ranker(model, PLAIN, tmp_path, family="wukong")
+    again = load_ranker(tmp_path)
+    assert not list(linears_of(again.model))
+    assert not list(chains_of(again.model))
+    assert open_model(tmp_path).version != planned.version  # the same weights, another function
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank_bundle, "save_record", stop)
+    with pytest.raises(KeyboardInterrupt):
+        save_ranker(model, PLAIN, tmp_path, family="wukong")
+    assert not is_ranker_bundle(tmp_path)  # rather than new weights beside an old description
 
 
 def test_a_plan_is_applied_when_it_is_loaded(tmp_path: Path) -> None:

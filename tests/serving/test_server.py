@@ -2,10 +2,12 @@
 
 import base64
 import json
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,8 @@ import torch
 
 from loka.inference import EngineConfig, Recommender
 from loka.serving import Job, Limits, Server
+from loka.serving.server import LOGS, log_nothing, log_to_stderr
+from loka.serving.tokens import Tokens
 
 from .client import call, dial, get, post, wait_for
 from .sleeper import Sleeper
@@ -128,6 +132,10 @@ def test_other_errors_have_their_own_codes(sleeper: Server) -> None:
     assert get(url, "/v1/recommend")[0] == 405
     assert get(url, "/nothing")[0] == 404
     assert get(url, "/metrics")[0] == 404  # not on this port
+    assert call(url, "POST", "/v2/health/ready")[0] == 405
+    status, headers, body = call(url, "HEAD", "/v2/health/ready")  # as monitors ask
+    assert (status, headers["content-length"], body) == (200, "14", b"")
+    assert call(str(sleeper.admin_url), "HEAD", "/metrics")[0] == 200
     assert post(url, {"number": 1}, path="/v2/models/other/infer")[0] == 404
     assert post(url, b"x" * 5000)[0] == 413
     assert post(url, {"number": 1}, x_request_id="not an id!")[0] == 400
@@ -315,6 +323,31 @@ def test_an_answer_that_fails_when_it_is_taken_is_an_error_and_the_engine_goes_o
     assert "no answer" in caplog.text
 
 
+def test_every_line_of_the_log_is_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also of what is no HTTP, which uvicorn logs; its time is that of the event, not of a zone that nobody knows."""
+    loggers = [logging.getLogger(name) for name in LOGS]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+
+    def provoke() -> str:
+        with Server(Sleeper(COST), sla=60.0, port=0).background() as server, dial(server.url) as connection:
+            connection.sendall(b"GET /a path HTTP/1.1\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        return capfd.readouterr().err
+
+    try:
+        log_to_stderr(logging.WARNING)
+        lines = [json.loads(line) for line in provoke().splitlines()]
+        assert "Invalid HTTP" in lines[-1]["message"]
+        age = datetime.now(UTC) - datetime.fromisoformat(lines[-1]["at"])
+        assert timedelta() <= age < timedelta(minutes=1)
+        log_nothing()
+        assert provoke() == ""
+    finally:
+        for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
 def test_tokens_are_asked_for_and_rotate(tmp_path: Path, fronts: int) -> None:
     file = tmp_path / "tokens"
     file.write_text("# ours\nfirst-token-0123456789\n")
@@ -335,6 +368,14 @@ def test_tokens_are_asked_for_and_rotate(tmp_path: Path, fronts: int) -> None:
         for _ in range(8):  # whichever front is asked, also one that was not since the change
             assert post(server.url, {"number": 1}, authorization="Bearer second-token-0123456789")[0] == 200
             assert post(server.url, {"number": 1}, authorization="Bearer first-token-0123456789")[0] == 401
+
+
+def test_a_token_file_of_any_editor_is_read_and_its_comments_are_no_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("first-token-0123456789\r\n  # a comment that is indented\n", encoding="utf-8-sig")
+    tokens = Tokens(file)
+    assert tokens.accept("Bearer first-token-0123456789")
+    assert not tokens.accept("Bearer # a comment that is indented")
 
 
 def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
@@ -358,6 +399,8 @@ def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="port 99999: expected 0 to 65535"), Server(Sleeper(COST), sla=1.0, port=99999).background():  # fmt: skip
             pass
         with pytest.raises(ValueError, match=r"cannot listen.*hint: another port"), Server(Sleeper(COST), sla=1.0, port=taken.getsockname()[1]).background():  # fmt: skip
+            pass
+        with pytest.raises(ValueError, match=r"cannot listen.*hint: another --admin-port"), Server(Sleeper(COST), sla=1.0, port=0, admin_port=taken.getsockname()[1]).background():  # fmt: skip
             pass
 
 
@@ -458,6 +501,9 @@ def test_open_inference_protocol_by_hand(generative: Server) -> None:
     assert get(url, "/v2/models/tiny/versions/v9/ready")[0] == 404
     for change, path in (
         ({"shape": [2]}, "$.inputs[0].data"),
+        ({"data": [1, 2.7, 3]}, "$.inputs[0].data"),  # no item is cut off to another one
+        ({"data": ["1", "2", "3"]}, "$.inputs[0].data"),
+        ({"data": [1, None, 3]}, "$.inputs[0].data"),
         ({"datatype": "FP99"}, "$.inputs[0].datatype"),
         ({"name": "nothing"}, "$.inputs"),
         ({"datatype": "FP32"}, "$.inputs.history"),

@@ -118,6 +118,7 @@ def test_from_starts_a_new_run_with_old_weights(invoke, tmp_path):
         (["--config", "huge"], "no size 'huge'"),
         (["--resume"], "--out"),
         (["--tensorboard"], "--out"),
+        (["--fallback", "--out", "y"], "needs --resume"),
         (["--set", "norm"], "name=value"),
         (["--set", "colour=blue"], "no option 'colour'"),
         (["--monitor", "revenue"], "monitor_direction"),

@@ -102,6 +102,8 @@ def test_tune_takes_what_is_estimated_to_pay_and_says_so(tmp_path: Path) -> None
         ({"estimate_for": "NVIDIA Z9"}, "no unit was measured on 'NVIDIA Z9'; estimates are for 'NVIDIA H200'"),
         ({"row_factor": 4.0}, "together with estimate_for"),
         ({"row_factor": -1.0, "estimate_for": H200}, "expected a positive number"),
+        ({"thorough": True, "estimate_for": H200}, "in the default mode; hint: leave these out"),
+        ({"cuda_graph": False, "estimate_for": H200}, "estimates are of steps in CUDA graphs"),
     ],
 )
 def test_what_cannot_be_estimated_is_said(options: dict, said: str) -> None:

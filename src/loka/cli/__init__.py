@@ -7,6 +7,7 @@ reader that closes the pipe (`| head`) ends a verb with 141, as a shell expects 
 """
 
 import errno
+import os
 import re
 import shutil
 import sys
@@ -59,6 +60,7 @@ _PANELS = {
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 CLOSED = 141  # and after a closed pipe
 WIDE = 100  # columns from which tables of options have room for the longest name; below, rich would cut names off
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a disk answers, and no fault of this program
 _CONTINUED = ("demo", "data", "tune")  # verbs that continue when the same command is run again
 
 app = typer.Typer(
@@ -197,6 +199,8 @@ def _explain(error: Exception) -> str:
         return f"error: {error}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.filename}: {error.strerror or error}"
+    if isinstance(error, OSError) and error.errno in _DISK:  # of a write, which names no file
+        return f"error: {os.strerror(error.errno)}\nhint: loka --debug shows where"
     if type(error).__name__ == "SafetensorError":  # it names no file
         return f"error: a file cannot be read: {error}\nhint: loka --debug shows which"
     if isinstance(

@@ -6,7 +6,8 @@
     loka ab --online runs/ab --margin 0.01               an experiment of loka serve A B --events runs/ab, at any time
 
 Reported per metric: both means, the relative change with a 95 % interval, and the verdict: equivalent within --margin,
-better, worse or inconclusive. Offline, intervals are paired by user, and the minimum detectable effect (MDE) is added.
+better, worse or inconclusive. Higher is better, but for the metrics of --lower and, in files, for those with loss, error
+or latency in their name. Offline, intervals are paired by user, and the minimum detectable effect (MDE) is added.
 The sample ratio is checked first: each arm must have its expected share of users. Exit 1 if the sample ratio is off, a
 metric is worse or a guardrail is broken; 2 if the request is invalid.
 """
@@ -38,14 +39,18 @@ def ab(
     online: Annotated[
         Path | None, typer.Option(help="Folder of a live experiment's events, instead of models.")
     ] = None,
-    lower: Annotated[str, typer.Option(help="With --online: metrics where lower is better, comma-separated.")] = "",
+    lower: Annotated[
+        str, typer.Option(help="Metrics of files or --online where lower is better, comma-separated.")
+    ] = "",
     data: Annotated[str | None, typer.Option(help="Data set; default: the baseline's.")] = None,
     users: Annotated[int | None, typer.Option(help="Number of test users, from the first; default: all.")] = None,
     margin: Annotated[float, typer.Option(help="Relative change that counts as equivalent.")] = 0.01,
-    top: Annotated[int, typer.Option(help="K of recall@K and NDCG@K.")] = 10,
-    beams: Annotated[int, typer.Option(help="Width of the beam search.")] = 50,
-    precision: Annotated[str, typer.Option(help="Precision of unquantized layers: bf16, fp16 or fp32.")] = "fp32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    top: Annotated[int | None, typer.Option(help="K of recall@K and NDCG@K; default: 10.")] = None,
+    beams: Annotated[int | None, typer.Option(help="Width of the beam search; default: 50.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Precision of unquantized layers: bf16, fp16 or fp32 (default).")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu (default) or cuda.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
@@ -56,12 +61,15 @@ def ab(
     from loka import records
 
     check_file("--out", out, [baseline, candidate])
-    if not margin > 0 or top < 1:
+    if not margin > 0 or (top is not None and top < 1):
         raise ValueError(f"--margin {margin:g} --top {top}: expected a number above 0, and at least 1")
+    own = {"--data": data, "--users": users, "--top": top, "--beams": beams, "--precision": precision, "--device": device, "--data-root": data_root, "--source": source}  # fmt: skip
+    words = [word.strip() for word in lower.split(",") if word.strip()]
     if online is not None:
         if baseline is not None or candidate is not None:
             raise ValueError("--online reads an experiment's folder and takes no models")
-        judge_online(online, margin, lower, out, json_)
+        _refuse("--online reads the events of an experiment", own)
+        judge_online(online, margin, words, out, json_)
         return
     if baseline is None or candidate is None:
         raise ValueError("give two models, or --online FOLDER")
@@ -69,9 +77,17 @@ def ab(
     if len(kinds) > 1:
         raise ValueError(f"{baseline} and {candidate}: compare two folders or two .jsonl files")
     if kinds == {True}:
-        found = compare_files(baseline, candidate, margin, seed)
+        _refuse(f"{baseline} and {candidate} hold metrics", own)
+        found = compare_files(baseline, candidate, margin, seed, words)
     else:
-        evaluation = {"users": users, "beams": beams, "tops": (top,), "dtype": precision, "device": device}
+        _refuse("in every metric of a recommender higher is better", {"--lower": lower or None})
+        evaluation = {
+            "users": users,
+            "beams": 50 if beams is None else beams,
+            "tops": (10 if top is None else top,),
+            "dtype": precision or "fp32",
+            "device": device or "cpu",
+        }
         found = compare_bundles(baseline, candidate, data, data_root, source, margin, seed, evaluation)
     if out is not None:
         records.save(found, out)
@@ -80,12 +96,18 @@ def ab(
         raise typer.Exit(1)
 
 
-def judge_online(folder: Path, margin: float, lower: str, out: Path | None, as_json: bool) -> None:
+def _refuse(why: str, options: dict[str, Any]) -> None:
+    """Raise ValueError for options of another kind of comparison, instead of ignoring them."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(f"{', '.join(given)}: cannot be honoured: {why}")
+
+
+def judge_online(folder: Path, margin: float, lower: list[str], out: Path | None, as_json: bool) -> None:
     """Evaluate an experiment on live traffic, print it, and exit 1 if it went badly."""
     from loka import records
     from loka.serving.online import judge_experiment
 
-    found = judge_experiment(folder, margin=margin, lower_is_better=[word for word in lower.split(",") if word])
+    found = judge_experiment(folder, margin=margin, lower_is_better=lower)
     if out is not None:
         records.save(found, out)
     typer.echo(records.to_json(found).decode() if as_json else describe_online(found))
@@ -118,14 +140,15 @@ def describe_online(found: OnlineTest) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 
-def compare_files(baseline: Path, candidate: Path, margin: float, seed: int) -> PairedTest:
+def compare_files(baseline: Path, candidate: Path, margin: float, seed: int, lower: list[str]) -> PairedTest:
     """Compare two files of per-user metrics, which may come from any system."""
     from loka.inference import compare_arms
 
     (first, a), (second, b) = read_metrics(baseline), read_metrics(candidate)
     return compare_arms(
-        a, b, (first, second), margin=margin, names=(baseline.name, candidate.name), data="files", seed=seed
-    )
+        a, b, (first, second), margin=margin, names=(baseline.name, candidate.name), data="files", seed=seed,
+        lower_is_better=lower,
+    )  # fmt: skip
 
 
 def read_metrics(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
@@ -133,15 +156,19 @@ def read_metrics(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
     import torch
 
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     users: list[int] = []
     columns: dict[str, list[float]] = {}
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-            user, values = int(row.pop("user")), {name: float(value) for name, value in row.items()}
+            user, values = row.pop("user"), {name: float(value) for name, value in row.items()}
+            if type(user) is not int or not -(2**63) <= user < 2**63:  # int() would make one user of 1.2 and 1.7
+                raise ValueError(f"user {user!r} is not an integer of 64 bits")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: expected {EXAMPLE_LINE} ({error})") from error
         if users and set(values) != set(columns):

@@ -170,9 +170,11 @@ def _write(model: Any, out: Path, summary: Any) -> None:
     from loka import records
     from loka.placing import scale_state
 
-    out.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().clone().contiguous() for name, t in model.state_dict().items()}
-    save_file(tensors, out / "model.safetensors")
+    with records.replacing(out / "model.safetensors") as written:
+        save_file(tensors, written)
+    (out / "scales.safetensors").unlink(missing_ok=True)  # of an earlier conversion, which may have had other scales
     if state := scale_state(model):
-        save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, out / "scales.safetensors")
+        with records.replacing(out / "scales.safetensors") as written:
+            save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, written)
     records.save(summary, out / REPORT)

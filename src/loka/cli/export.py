@@ -48,6 +48,8 @@ def export(
     from loka.exporting import export as run
 
     check_file("--out", out)
+    if batch_size < 1:
+        raise ValueError(f"--batch-size {batch_size}: expected at least 1 row")
     if model.endswith(".json"):
         raise ValueError(
             f"{model} is a file, expected a model; hint: a plan for another library is written by loka translate "

@@ -62,6 +62,8 @@ def quantize(
     options: dict[str, Any] = {"recipe": chosen, "bound": bound, "widen": widen, "keep": tuple(keep or ())}
     if is_bundle(model):
         check_folder("--out", out, [model])
+        if weights is not None or loss is not None or seed:
+            raise ValueError(f"--weights, --loss and --seed: {model} has its own weights, and is judged by its likelihood; leave them out")  # fmt: skip
         split = (data, data_root, source)
         network, summary = quantize_bundle(Path(model), out, options, users if measured else None, split)
     elif Path(model).exists():

@@ -107,7 +107,7 @@ def serve(
     import logging
 
     from loka.serving import Limits
-    from loka.serving.server import log_to_stderr
+    from loka.serving.server import log_nothing, log_to_stderr
 
     server = make_server(
         bundles, options, split=split, salt=salt, shadow=shadow, sla=parse_seconds(sla), host=host, port=port, token_file=token_file,
@@ -115,7 +115,7 @@ def serve(
         limits=Limits() if body is None else Limits(body=1024 * body), fronts=fronts,
     )  # fmt: skip
     if log == "none":
-        logging.getLogger("loka.serving").addHandler(logging.NullHandler())  # else Python prints warnings by itself
+        log_nothing()
     else:
         log_to_stderr(logging.INFO if log == "all" else logging.WARNING)
     tell(server, json_)

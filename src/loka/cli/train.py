@@ -269,6 +269,8 @@ def check_request(order: Order, tensorboard: bool, *, distributed: bool) -> None
         raise ValueError(f"--threads {order.threads}: expected at least 1")
     if resume and order.weights is not None:
         raise ValueError("--resume continues a run and --from starts a new one: choose one")
+    if order.fallback and not resume:
+        raise ValueError("--fallback says what to do if a run cannot be resumed: it needs --resume")
     if order.out is None and (resume or tensorboard):
         raise ValueError(f"{'--resume' if resume else '--tensorboard'} needs the folder of the run: give --out")
     if distributed and tensorboard:

@@ -13,7 +13,7 @@ import torch
 
 from loka.models.onerec import OneRec
 from loka.ptq import Summary, load_quantized, save
-from loka.records import BundleInfo
+from loka.records import BundleInfo, replacing
 from loka.records import load as load_record
 from loka.records import save as save_record
 from loka.semantic_ids import SemanticIndex, load_index
@@ -89,9 +89,10 @@ def save_bundle(bundle: Bundle, folder: str | Path, *, dtype: torch.dtype = torc
         >>> save_bundle(bundle, "runs/onerec-fp8")                                      # doctest: +SKIP
     """
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    save(bundle.model, bundle.summary, target / MODEL, dtype=dtype)
-    bundle.index.save(target / INDEX)
+    with replacing(target / MODEL) as model, replacing(target / INDEX) as index:
+        save(bundle.model, bundle.summary, model, dtype=dtype)
+        bundle.index.save(index)
+        (target / INFO).unlink(missing_ok=True)  # a folder with this file is complete, also one that is written again
     save_record(bundle.info, target / INFO)
 
 

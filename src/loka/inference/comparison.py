@@ -1,6 +1,7 @@
 """Offline A/B comparison of two models on the same users: a check of the sample ratio, then intervals and verdicts."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ def compare_arms(
     data: str,
     overlap: list[Overlap] | None = None,
     seed: int = 0,
+    lower_is_better: Sequence[str] = (),
 ) -> PairedTest:
     """Compare per-user metrics of two arms, paired by user. Users that only one arm has are left out of the metrics.
 
@@ -35,6 +37,7 @@ def compare_arms(
         data: name of the data.
         overlap: overlap of the recommended lists, for the record.
         seed: seed of the bootstrap.
+        lower_is_better: metrics where lower is better, besides those with loss, error or latency in their name.
 
     Returns:
         The record of the comparison, with the check of the sample ratio.
@@ -45,6 +48,9 @@ def compare_arms(
     missing = set(baseline) ^ set(candidate)
     if missing:
         raise ValueError(f"only one arm has the metrics {', '.join(sorted(missing))}")
+    if unknown := set(lower_is_better) - set(baseline):
+        raise ValueError(f"there is no metric {', '.join(sorted(unknown))}; there are {', '.join(baseline)}")
+    lower = [name for name in baseline if name in lower_is_better or any(word in name for word in LOWER_IS_BETTER)]
     check = check_sample_ratio([len(users[0]), len(users[1])], [1, 1])
     both = torch.tensor(sorted(set(users[0].tolist()) & set(users[1].tolist())))
     if len(both) < 2:
@@ -54,7 +60,9 @@ def compare_arms(
     empty = [name for name, (first, _) in pairs.items() if not bool(first.any())]
     if len(empty) == len(pairs):
         raise ValueError(f"{', '.join(empty)}: zero for every user of the baseline, so a relative change is undefined")
-    found = {name: _compare(name, *pair, margin, seed) for name, pair in pairs.items() if name not in empty}
+    found = {
+        name: _compare(name, *pair, margin, seed, name in lower) for name, pair in pairs.items() if name not in empty
+    }
     rare = [
         f"{name} is nonzero for only {int(pairs[name][0].count_nonzero())} of {len(both)} users of the baseline: too "
         "few for an interval of the relative change; hint: more users"
@@ -71,6 +79,7 @@ def compare_arms(
         metrics=[metric for metric in found.values() if metric is not None],
         overlap=overlap or [],
         notes=[
+            *([f"lower is better: {', '.join(lower)}"] if lower else []),
             *(f"{name} is zero for every user of the baseline: a relative change is undefined" for name in empty),
             *rare,
         ],
@@ -83,9 +92,10 @@ def _places(users: Tensor, wanted: Tensor) -> Tensor:
     return order[torch.searchsorted(users[order], wanted)]
 
 
-def _compare(name: str, baseline: Tensor, candidate: Tensor, margin: float, seed: int) -> PairedMetric | None:
+def _compare(
+    name: str, baseline: Tensor, candidate: Tensor, margin: float, seed: int, lower: bool
+) -> PairedMetric | None:
     """Compare one metric; None if the bootstrap has no interval, as samples of users may sum to zero."""
-    lower = any(word in name for word in LOWER_IS_BETTER)
     sign = -1.0 if float(baseline.sum()) < 0 else 1.0
     found = compare_paired(
         sign * candidate,

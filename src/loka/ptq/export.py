@@ -24,6 +24,7 @@ from loka.ptq.chains import narrowed
 from loka.ptq.checkpoint import refuse_unpacked
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear
 from loka.ptq.quantizing import Summary
+from loka.records import replacing
 
 _BASE = {"num_bits": 8, "type": "float", "symmetric": True}
 _SCHEMES: dict[tuple[Block, Block], tuple[dict[str, Any], dict[str, Any]]] = {
@@ -110,6 +111,7 @@ def export_compressed_tensors(
             tensors |= {f"{site}.{e}.{kind}": part.cpu().clone() for e, part in enumerate(tensor.unbind(0))}
         else:
             tensors[name] = narrowed(name, tensor, dtype)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    with replacing(target / "model.safetensors") as written:
+        save_file(tensors, written, metadata={"format": "pt"})
     body = {"architectures": [summary.record.model], "torch_dtype": str(dtype).removeprefix("torch.")}
     (target / "config.json").write_text(json.dumps(body | {"quantization_config": config}, indent=1) + "\n")

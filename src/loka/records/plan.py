@@ -154,9 +154,14 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         return not (self.units or self.mods or self.parts or any(site.low_precision_share for site in self.sites))
 
     @property
+    def chained(self) -> set[str]:
+        """The linears in its chains, whatever `sites` say of them."""
+        return {name for unit in self.units for name in unit.linears}
+
+    @property
     def low_precision_share(self) -> float:
         """Share of the GEMM FLOPs of a training step that this plan runs in low precision."""
-        chained = {name for unit in self.units for name in unit.linears}
+        chained = self.chained
         return sum(s.flops_share if s.site in chained else s.low_precision_share for s in self.sites)
 
     def save(self, path: str | Path) -> Path:

@@ -16,8 +16,9 @@ of the field.
 
 import json
 import os
+import re
 import secrets
-import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -199,20 +200,29 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path).resolve()  # replace the target of a symbolic link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")  # mkstemp files are private to the owner
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
+        temporary.touch()
+        mode = (path if path.exists() else temporary).stat().st_mode
         yield temporary
+        temporary.chmod(stat.S_IMODE(mode))  # safetensors makes files that only their owner can read
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == str(temporary):
-            raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
+        if (number := _disk_error(error, temporary)) is not None:
+            raise OSError(number, os.strerror(number), str(path)) from error  # not the name of the temporary file
         raise
+
+
+def _disk_error(error: BaseException, temporary: Path) -> int | None:
+    """Return the errno of an error in writing a file: of Python, which may name no file, or of safetensors."""
+    if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return None if found is None else int(found[1])
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:

@@ -20,14 +20,15 @@ def name_report(results: Results) -> str:
 
 
 def count_converted(plan: Plan) -> int:
-    """Return the number of sites of a plan of which any GEMM runs in low precision."""
-    return sum(any(choice.quantized for choice in site.choices) for site in plan.sites)
+    """Return the number of sites of a plan that are in a chain, or of which any GEMM runs in low precision."""
+    chained = plan.chained
+    return sum(site.site in chained or any(choice.quantized for choice in site.choices) for site in plan.sites)
 
 
 def write_headline(results: Results) -> str:
     """Return the headline, the paragraph below it and the tiles as HTML."""
     first = results.ordered_comparisons[0] if results.comparisons else None
-    if results.tunings and results.plan is None:
+    if results.tunings and (results.plan is None or results.probe is None):  # the plan is that of the tuning
         tiles = _tiles_tuned(results, first)
     else:
         tiles = [_tile_quality(results, first), _tile_share(results.plan), _tile_sites(results), _tile_speed(results)]

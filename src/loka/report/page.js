@@ -111,7 +111,7 @@
     for (const row of rows) body.append(make("tr", row.here ? { class: "here" } : {}, ...row.cells.map((v, i) => cell("td", v, i))));
     return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head.join(", ") }, make("table", {}, make("thead", {}, make("tr", {}, ...head.map((v, i) => cell("th", v, i)))), body));
   }
-  const chip = (text) => make("span", { class: `chip ${{ safe: "good", fast: "good", unsafe: "bad", slow: "bad" }[text] || ""}` }, text);
+  const chip = (text) => make("span", { class: `chip ${{ safe: "good", fast: "good", chain: "good", unsafe: "bad", slow: "bad" }[text] || ""}` }, text);
   const mono = (text) => make("span", { class: "mono" }, text);
 
   function histogramOf(stats, format) {
@@ -236,12 +236,12 @@
   const texts = [];
   let shown = data.table, page = 0;
 
-  const converted = (row) => Boolean(row.c) && Object.values(row.c).some((choice) => choice[0] !== null);
+  const converted = (row) => Boolean(row.h) || Boolean(row.c) && Object.values(row.c).some((choice) => choice[0] !== null);
   function textOf(row) {
     if (texts[row.i] === undefined) {
       const choices = Object.values(row.c || {}).flatMap((choice) => [word(choice[0]) || "high", word(choice[1]) || "", word(choice[2]), word(choice[3])]);
       const verdicts = Object.values(row.v || {}).flatMap((verdict) => verdict.map(word));
-      texts[row.i] = [data.names[row.i], row.c ? (converted(row) ? "converted" : "kept") : "", row.u ? "unsafe" : "", ...choices, ...verdicts].join(" ").toLowerCase();
+      texts[row.i] = [data.names[row.i], row.c ? (converted(row) ? "converted" : "kept") : "", row.h ? "chain" : "", row.u ? "unsafe" : "", ...choices, ...verdicts].join(" ").toLowerCase();
     }
     return texts[row.i];
   }
@@ -250,6 +250,7 @@
     if (row.v) return row.v[gemm] ? make("span", {}, chip(word(row.v[gemm][0]))) : "–";
     const choice = row.c?.[gemm];
     if (!choice) return "–";
+    if (row.h) return chip("chain");
     const [a, b] = [word(choice[0]), word(choice[1])];
     if (a === null) return "high";
     const facts = [choice[4] === null ? "" : `error ${number(choice[4])}`, choice[5] === null ? "" : `${choice[5].toFixed(2)}×`].filter(Boolean).join(", ");
@@ -258,6 +259,7 @@
   }
 
   function whyOf(row) {
+    if (row.h) return "";
     const reasons = row.v ? gemms.map((g) => (row.v[g] && word(row.v[g][0]) !== "safe" ? word(row.v[g][2]) : null)) : gemms.map((g) => (row.c?.[g] && row.c[g][0] === null ? word(row.c[g][3]) : null));
     const told = [...new Set(reasons.filter(Boolean))];
     if (!told.length && row.c && !Object.keys(row.c).length) return "no GEMM was observed";

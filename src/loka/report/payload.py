@@ -53,10 +53,14 @@ def collect(results: Results) -> dict[str, Any]:
     probe, plan = results.probe, results.plan
     words = Words()
     planned = {site.site: site for site in plan.sites} if plan else {}
+    chained = plan.chained if plan else set()
     sites = probe.sites if probe else []
     table = [_table_row(number, site, planned.get(site.name), probe, words) for number, site in enumerate(sites)]
     if probe is None and plan is not None:
         table = [_plan_only_row(number, site, words) for number, site in enumerate(plan.sites)]
+    for row, name in zip(table, [site.name for site in sites] or list(planned), strict=True):
+        if name in chained:
+            row["h"] = 1
     data = {
         "names": [site.name for site in sites] or [site.site for site in planned.values()],
         "points": {gemm: _points(probe, gemm, words) for gemm in GEMMS} if probe else {},

@@ -181,10 +181,10 @@ def _write_static_plan(results: Results) -> str:
     plan = results.plan
     if plan is None:
         return ""
-    more = len(plan.sites) - STATIC_ROWS
+    more, chained = len(plan.sites) - STATIC_ROWS, plan.chained
     rest = f"<p>{more} more: run <code>loka explain</code>.</p>" if more > 0 else ""
     head = ("site", "K × N", "FLOPs", *(label.lower() for _, label in _TABS), "why not FP8")
-    return f"<noscript>{table(head, [_plan_row(site) for site in plan.sites[:STATIC_ROWS]])}{rest}</noscript>"
+    return f"<noscript>{table(head, [_plan_row(site, site.site in chained) for site in plan.sites[:STATIC_ROWS]])}{rest}</noscript>"
 
 
 def _say_plan(plan: Plan) -> str:
@@ -199,13 +199,13 @@ def _say_plan(plan: Plan) -> str:
         )
     )
     notes = "".join(notice(escape(capitalise(note))) for note in plan.notes if plan.min_speedup is not None)
-    return (
-        about(
-            f"Made for {escape(goal + where)}: error limits {plan.max_error:g} (MERE, forward) and "
-            f"{plan.max_gradient_error:g} (relative L2, gradients), each against the worse end of the interval.{budget}"
-        )
-        + notes
+    limits = (
+        "no limits on the errors of single products, which were judged by the loss or not at all."
+        if min(plan.max_error, plan.max_gradient_error) >= 1
+        else f"error limits {plan.max_error:g} (MERE, forward) and {plan.max_gradient_error:g} (relative L2, gradients), "
+        "each against the worse end of the interval."
     )
+    return about(f"Made for {escape(goal + where)}: {limits}{budget}") + notes
 
 
 def _say_target(results: Results) -> str:
@@ -241,7 +241,7 @@ def _spell_target(site: SitePlan, gemm: str) -> str:
     )
 
 
-def _plan_row(site: SitePlan) -> list[str]:
+def _plan_row(site: SitePlan, chained: bool) -> list[str]:
     chosen: dict[str, Choice] = {choice.gemm: choice for choice in site.choices}
     kept = [choice for choice in site.choices if not choice.quantized]
     why = "<br>".join(escape(reason) for reason in dict.fromkeys(choice.reason for choice in kept))
@@ -249,8 +249,8 @@ def _plan_row(site: SitePlan) -> list[str]:
         escape(site.site),
         f"{site.k} × {site.n}",
         percent(site.flops_share),
-        *(_spell(chosen.get(gemm)) for gemm, _ in _TABS),
-        why if site.choices else "no GEMM was observed",
+        *("chain" if chained and gemm in chosen else _spell(chosen.get(gemm)) for gemm, _ in _TABS),
+        "" if chained else why if site.choices else "no GEMM was observed",
     ]
 
 
@@ -264,7 +264,7 @@ def _spell(choice: Choice | None) -> str:
 def write_memory(results: Results) -> str:
     """Return the memory of inputs saved for backward, from shapes: bf16, or FP8 if fprop and wgrad are quantized."""
     plan, probe = results.plan, results.probe
-    if plan is None or probe is None:
+    if plan is None or probe is None or plan.chained:  # what a chain saves does not follow from these shapes
         return ""
     low = {s.site for s in plan.sites if {c.gemm for c in s.choices if c.quantized} >= {"fprop", "wgrad"}}
     sizes = {site.name: site.m * site.k for site in probe.sites}

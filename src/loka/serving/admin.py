@@ -36,7 +36,7 @@ class Admin(Front):
         self._reloads = wire.Codec(Reload)
 
     async def _route(self, call: Call) -> None:
-        method, path = call.scope["method"], call.scope["path"]
+        method, path = call.method, call.scope["path"]
         change = method != "GET"
         if (
             (change or self.guarded)

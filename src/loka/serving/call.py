@@ -72,6 +72,12 @@ class Call:
     model: str = "-"
     after: Callable[..., None] | None = None  # called with `status` once the response is sent
 
+    @property
+    def method(self) -> str:
+        """The method. HEAD, of which monitors are fond, is a GET whose body the listener does not send."""
+        found: str = self.scope["method"]
+        return "GET" if found == "HEAD" else found
+
     def header(self, name: bytes) -> str | None:
         """Return a header as text, or None."""
         found = self.headers.get(name)

@@ -5,7 +5,8 @@ Another salt gives a new assignment.
 
 Events are JSON lines in a folder, one file per process. An exposure is written once per request id, after the response
 was handed to the network. A proxy retries a request only if a dead replica sent no bytes, and such a replica has
-written no event. Repeated request ids are counted once: by the process that sees both, otherwise by the reader.
+written no event. Repeated request ids are counted once: by the process that sees both, otherwise by the reader. A
+client that is refused and tries again with the same id counts as both: once refused, and once answered.
 
     {"event": "exposure", "at": ..., "request_id": ..., "user": ..., "arm": "B", "ms": 12.1, "status": 200,
      "empty": false, "simulated": false}
@@ -13,6 +14,7 @@ written no event. Repeated request ids are counted once: by the process that see
     {"event": "shadow", "at": ..., "request_id": ..., "arm": "B", "ms": 14.0, "overlap": 0.9}
 """
 
+import errno
 import hashlib
 import math
 import os
@@ -71,6 +73,14 @@ class Split:
         return self.names[-1]
 
 
+class Described(msgspec.Struct):
+    """The content of `experiment.json`."""
+
+    arms: list[str]
+    shares: list[float]
+    salt: str
+
+
 class EventLog:
     """Append events to this process's own file, each line in one write.
 
@@ -85,25 +95,33 @@ class EventLog:
     def __init__(self, folder: str | Path, split: Split) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        described = {"arms": list(split.names), "shares": list(split.shares), "salt": split.salt}
+        described = Described(list(split.names), list(split.shares), split.salt)
         header, own = self.folder / "experiment.json", f"{platform.node()}-{os.getpid()}-{time.time_ns()}"
         if not header.exists():  # replicas start together, so the file must appear atomically
             write_atomically(header, msgspec.json.encode(described))
-        if msgspec.json.decode(header.read_bytes()) != described:
+        if msgspec.json.decode(header.read_bytes(), type=Described) != described:
             raise ValueError(f"{header} is of another experiment; hint: use one folder per experiment, or remove it")
         self._file = (self.folder / f"events-{own}.jsonl").open("ab", buffering=0)
-        self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._seen: OrderedDict[tuple[str, str | bool | None, str], None] = OrderedDict()
 
     def write(self, event: str, request_id: str, **fields: Any) -> bool:
-        """Write one event; return False if this process has already written one of this kind for this id."""
-        key = (f"{event}:{fields['name']}" if event == "outcome" else event, request_id)
+        """Write one event; return False if this process has already written one of this kind for this id.
+
+        Raises:
+            OSError: it could not be written. It is then not known, and no part of it is in the file.
+        """
+        kind = fields["name"] if event == "outcome" else fields["status"] == 200 if event == "exposure" else None
+        key = (event, kind, request_id)
         if key in self._seen:
             return False
+        line = {"event": event, "at": round(time.time(), 3), "request_id": request_id, **fields}
+        data, end = msgspec.json.encode(line) + b"\n", self._file.seek(0, os.SEEK_END)
+        if self._file.write(data) < len(data):  # what a full disk still takes
+            self._file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
         self._seen[key] = None
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        line = {"event": event, "at": round(time.time(), 3), "request_id": request_id, **fields}
-        self._file.write(msgspec.json.encode(line) + b"\n")
         return True
 
     def close(self) -> None:

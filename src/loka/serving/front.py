@@ -112,8 +112,10 @@ class Front:
             await self._refuse(call, Refused(500, "internal", f"{type(error).__name__}; see the log"))
 
     async def _route(self, call: Call) -> None:
-        method, path = call.scope["method"], call.scope["path"]
-        if method == "GET" and path in ("/v2/health/live", "/v2/health/ready"):
+        method, path = call.method, call.scope["path"]
+        if path in ("/v2/health/live", "/v2/health/ready"):
+            if method != "GET":
+                raise Refused(405, "method", "expected GET")
             good = self.service.alive if path.endswith("live") else self.service.ready
             await self._send(call, 200 if good else 503, {"live" if path.endswith("live") else "ready": good})
             return
@@ -129,7 +131,7 @@ class Front:
             raise Refused(404, "path", "unknown path; expected POST /v1/recommend or GET /v2")
 
     async def _expect(self, call: Call, method: str, handler: Callable[[Call], Awaitable[None]]) -> None:
-        if call.scope["method"] != method:
+        if call.method != method:
             raise Refused(405, "method", f"expected {method}")
         await handler(call)
 

@@ -179,7 +179,10 @@ class GenerativeModel:
         return self.reader.to_tensors(answer)
 
 
-def digest(path: Path) -> str:
-    """Return a hash of a file's content, twelve hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:12]
+def digest(*paths: Path) -> str:
+    """Return a hash of the content of these files, twelve hexadecimal digits."""
+    found = hashlib.blake2b()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: found)
+    return found.hexdigest()[:12]

@@ -177,8 +177,11 @@ def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float
     return uvicorn.Server(config)
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Bind a socket, or raise ValueError saying what is wrong with the address; several can bind a `shared` one."""
+def bind(host: str, port: int, *, shared: bool = False, option: str = "port") -> socket.socket:
+    """Bind a socket, or raise ValueError saying what is wrong with the address; several can bind a `shared` one.
+
+    `option` is what the hint asks to change.
+    """
     if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
         raise ValueError(f"port {port}: expected 0 to 65535")
     try:
@@ -189,7 +192,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(found[4])
     except OSError as error:
-        hint = "; hint: another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        hint = f"; hint: another {option}, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
     sock.setblocking(False)
     return sock

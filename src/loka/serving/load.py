@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -353,7 +353,7 @@ async def _get(url: str, token: str | None, *paths: str) -> list[tuple[int, byte
 
 async def describe(url: str, name: str, token: str | None = None) -> dict[str, Any]:
     """Return `GET /v2/models/NAME`, or raise ValueError with the server's message."""
-    ((code, body),) = await _get(url, token, f"/v2/models/{name}")
+    ((code, body),) = await _get(url, token, f"/v2/models/{quote(name, safe='')}")
     found = _decode(url, body)
     if code != 200:
         raise ValueError(f"{url}: {code}: {found.get('error', {}).get('message', found)}")

@@ -8,8 +8,9 @@ so that frequent users do not count more. In order:
                     one of four verdicts
     guardrails      p99 latency, refused and empty answers; broken if the candidate is significantly beyond the limit
 
-An exposure counts once per request id, even if several processes wrote it; an outcome counts once per request id and
-name, and only for requests that were exposed.
+An exposure counts once per request id, even if several processes wrote it. A request that was refused, and answered when
+its client tried again with the same id, counts as both. An outcome counts once per request id and name, and only for
+requests that were answered.
 """
 
 import json
@@ -19,8 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loka.metrics import Moments, check_ratio_anytime, compare_anytime
 from loka.records import Guardrail, Interval, OnlineMetric, OnlineTest, SplitCheck, capture_environment
+from loka.serving.experiment import Described
 
 THRESHOLD = 0.001  # p-value of a sample-ratio mismatch
 SURE = 3.29  # standard errors: one in a thousand, two-sided
@@ -51,6 +55,7 @@ class Events:
     duplicates: int = 0
     damaged: int = 0
     orphans: int = 0
+    shadows: int = 0
     simulated: bool = False
 
 
@@ -58,13 +63,13 @@ def read_events(folder: str | Path) -> Events:
     """Read every events file in the folder of an experiment; each request id counts once."""
     place = Path(folder)
     try:
-        header = json.loads((place / "experiment.json").read_bytes())
+        header = msgspec.json.decode((place / "experiment.json").read_bytes(), type=Described)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{place}: no experiment.json that can be read ({error}); hint: loka serve A B --events {place}"
         ) from error
-    events = Events(header["arms"], header["shares"], header["salt"], {name: Arm() for name in header["arms"]})
-    seen: dict[str, tuple[str, str]] = {}
+    events = Events(header.arms, header.shares, header.salt, {name: Arm() for name in header.arms})
+    seen: dict[tuple[str, bool], tuple[str, str]] = {}  # by request id, and whether it was answered
     outcomes: dict[tuple[str, str], float] = {}
     for path in sorted(place.glob("events-*.jsonl")):
         for line in path.read_bytes().splitlines():
@@ -74,16 +79,16 @@ def read_events(folder: str | Path) -> Events:
             except (ValueError, KeyError, TypeError):
                 events.damaged += 1  # a killed process may leave an incomplete line
     for (request_id, name), value in outcomes.items():
-        if request_id not in seen:
+        if (request_id, True) not in seen:
             events.orphans += 1
             continue
-        user, arm = seen[request_id]
+        user, arm = seen[request_id, True]
         totals = events.arms[arm].totals.setdefault(name, {})
         totals[user] = totals.get(user, 0.0) + value
     return events
 
 
-def _add_event(event: dict[str, Any], events: Events, seen: dict[str, tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
+def _add_event(event: dict[str, Any], events: Events, seen: dict[tuple[str, bool], tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
     kind, request_id = event["event"], event["request_id"]
     if kind == "outcome":
         if (request_id, event["name"]) in outcomes:
@@ -91,15 +96,16 @@ def _add_event(event: dict[str, Any], events: Events, seen: dict[str, tuple[str,
         else:
             outcomes[request_id, event["name"]] = float(event["value"])
         return
+    events.shadows += kind == "shadow"
     if kind != "exposure":
         return
-    if request_id in seen:
+    user, arm, answered = str(event["user"]), events.arms[event["arm"]], event["status"] == 200
+    if (request_id, answered) in seen:
         events.duplicates += 1
         return
-    user, arm = str(event["user"]), events.arms[event["arm"]]
-    seen[request_id] = (user, event["arm"])
+    seen[request_id, answered] = (user, event["arm"])
     events.simulated |= bool(event["simulated"])
-    if event["status"] == 200:
+    if answered:
         arm.exposures[user] = arm.exposures.get(user, 0) + 1
         arm.answered += 1
         arm.empty += bool(event["empty"])
@@ -127,6 +133,8 @@ def judge_experiment(
         >>> judge_experiment("runs/ab", margin=0.01).metrics                            # doctest: +SKIP
     """
     events = read_events(folder)
+    if events.shadows:
+        raise ValueError(f"{folder}: events of shadow mode, where {events.names[0]} answers everybody: there are no two groups of users to compare; the overlap of the answers is in its {events.shadows:,} shadow lines")  # fmt: skip
     if len(events.names) != 2:
         raise ValueError(f"{folder}: {len(events.names)} arms; expected a baseline and a candidate")
     baseline, candidate = (events.arms[name] for name in events.names)
@@ -139,7 +147,7 @@ def judge_experiment(
     if events.damaged:
         notes.append(f"{events.damaged} lines could not be read and were left out")
     if events.orphans:
-        notes.append(f"{events.orphans} outcomes belong to no exposure and were left out")
+        notes.append(f"{events.orphans} outcomes belong to no answer and were left out")
     if events.simulated:
         notes.append("users are simulated: this says that the machinery works, and nothing about people")
     names = sorted({*baseline.totals, *candidate.totals})
@@ -147,6 +155,9 @@ def judge_experiment(
         _compare(name, baseline, candidate, margin, alpha / max(1, len(names)), name in lower_is_better)
         for name in names
     ]
+    if lower_is_better:
+        absent = [name for name in lower_is_better if name not in names]
+        notes.append(f"lower is better: {', '.join(lower_is_better)}" + (f"; no outcome of {', '.join(absent)} yet" if absent else ""))  # fmt: skip
     if len(names) > 1:
         notes.append(
             f"{len(names)} metrics share the error of {alpha:g}: each interval is at {1 - alpha / len(names):.2%}"

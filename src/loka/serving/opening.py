@@ -40,10 +40,10 @@ def open_model(
         >>> open_model("runs/onerec", beams=50).buckets                                 # doctest: +SKIP
     """
     from loka.inference import EngineConfig, is_bundle, load_bundle
-    from loka.inference.bundle import MODEL
+    from loka.inference.bundle import INDEX, MODEL
     from loka.serving.generative import GenerativeModel, digest
     from loka.serving.rank_bundle import MODEL as WEIGHTS
-    from loka.serving.rank_bundle import is_ranker_bundle, load_ranker
+    from loka.serving.rank_bundle import PLAN, is_ranker_bundle, load_ranker
     from loka.serving.ranker import ROWS, RankingModel
 
     place = Path(folder)
@@ -60,10 +60,11 @@ def open_model(
             batch_invariant=batch_invariant,
             context_cache=context_cache or "plain",
         )
-        return GenerativeModel(bundle, config, device=device, name=called, version=digest(place / MODEL))
+        return GenerativeModel(bundle, config, device=device, name=called, version=digest(place / MODEL, place / INDEX))
     if is_ranker_bundle(place):
         _refuse(place, "a ranker", precision=precision, beams=beams, batches=batches, contexts=contexts, context_cache=context_cache)  # fmt: skip
-        ranker, version = load_ranker(place, factory=factory, device=device), digest(place / WEIGHTS)
+        ranker = load_ranker(place, factory=factory, device=device)
+        version = digest(*(place / name for name in (WEIGHTS, PLAN) if (place / name).exists()))
         sizes = ROWS if rows is None else tuple(rows)
         return RankingModel(
             ranker,

@@ -26,7 +26,7 @@ from loka.lowp.folding import PACKED
 from loka.lowp.linear import linears_of
 from loka.models import build_ranker
 from loka.placing import convert
-from loka.records import Plan, RankerColumn, RankerInfo, capture_environment
+from loka.records import Plan, RankerColumn, RankerInfo, capture_environment, replacing
 from loka.records import load as load_record
 from loka.records import save as save_record
 
@@ -93,10 +93,6 @@ def save_ranker(
         raise ValueError("a ranker bundle names a family of this library or a factory, exactly one of them")
     _check_plain(model, plan)
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    save_file({k: t.detach().cpu().contiguous().clone() for k, t in model.state_dict().items()}, target / MODEL)
-    if plan is not None:
-        save_record(plan, target / PLAN)
     columns = [RankerColumn(name=f.name, cardinality=f.cardinality) for f in schema.categorical]
     columns += [
         RankerColumn(name=s.name, cardinality=s.cardinality, max_length=s.max_length, shares=s.shares)
@@ -114,7 +110,14 @@ def save_ranker(
         link=link,
         environment=capture_environment(),
     )
-    save_record(info, target / INFO)  # last, so that a folder with this file is complete
+    with replacing(target / MODEL) as written:
+        save_file({k: t.detach().cpu().contiguous().clone() for k, t in model.state_dict().items()}, written)
+        (target / INFO).unlink(missing_ok=True)  # a folder with this file is complete, also one that is written again
+    if plan is None:
+        (target / PLAN).unlink(missing_ok=True)  # of an earlier model
+    else:
+        save_record(plan, target / PLAN)
+    save_record(info, target / INFO)
 
 
 def _check_plain(model: nn.Module, plan: Plan | None) -> None:

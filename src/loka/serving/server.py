@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from loka.serving.service import Opener, Service
 from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
+LOGS = ("loka.serving", "uvicorn.error")  # the second tells of requests that are not HTTP, and of answers cut off
 SWITCH = 0.0005  # thread switch interval in seconds; at Python's default the engine thread can block the front for 5 ms
 
 
@@ -94,6 +96,8 @@ class Server:
         names = tuple(models) if isinstance(models, dict) else (models.name,)
         if (split is not None or shadow) and events is None:
             raise ValueError("an experiment needs a folder for its events; hint: --events DIR")
+        if events is not None and split is None and not shadow:
+            raise ValueError(f"{events}: there are no events without an experiment; hint: --split 95,5 --salt NAME, or --shadow")  # fmt: skip
         written = open_log(events, names, split)
         self.service = Service(models, policy=policy, opener=opener, split=split, events=written, shadow=shadow)
         self.limits = limits or Limits()
@@ -141,7 +145,7 @@ class Server:
         sockets: list[socket.socket] = [] if self._fronts else public
         apps: list[Any] = [] if self._fronts else [self.front]
         if self.admin_port is not None:
-            sockets.append(bind(self.admin_host, self.admin_port))
+            sockets.append(bind(self.admin_host, self.admin_port, option="--admin-port"))
             self.admin_port = sockets[-1].getsockname()[1]
             apps.append(self.admin)
         listeners = [
@@ -254,7 +258,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
         line = {
-            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
@@ -265,9 +269,21 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(level: int = logging.INFO) -> None:
-    """Send the log of loka.serving to stderr as JSON lines."""
+    """Send the logs of a server to stderr as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    log.handlers[:] = [handler]
+    handler.setLevel(level)  # uvicorn sets that of its log
+    _log_to(handler)
     log.setLevel(level)
-    log.propagate = False
+
+
+def log_nothing() -> None:
+    """Drop the logs of a server; without any handler Python prints warnings by itself."""
+    _log_to(logging.NullHandler())
+
+
+def _log_to(handler: logging.Handler) -> None:
+    for name in LOGS:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False

@@ -61,10 +61,10 @@ class Tokens:
 
     def _read(self) -> list[bytes]:
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = [line.strip() for line in self.path.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeError) as error:
             raise ValueError(f"{self.path}: the tokens cannot be read: {error}") from error
-        tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        tokens = [line for line in lines if line and not line.startswith("#")]  # an indented comment is no token
         if not tokens or min(map(len, tokens)) < SHORTEST:
             raise ValueError(
                 f"{self.path}: expected at least one token, each of {SHORTEST} characters or more; "

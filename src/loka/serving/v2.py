@@ -25,6 +25,7 @@ DTYPES = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
+FITTING = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of NumPy's types that JSON may have for another
 WORDS = {np.dtype(code): word for word, code in DTYPES.items()}
 MOST = 4_000_000  # values of one tensor
 # Parameters of the protocol or of its clients that are not fields of a request
@@ -101,7 +102,10 @@ def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:
             rest = rest[size:]
             continue
         try:
-            array = np.array(one.data if one.data is not None else [], dtype=kind).reshape(-1)
+            given = np.array(one.data or [])
+            if given.size and given.dtype.kind not in FITTING[kind.kind]:  # NumPy would cut 1.7 to 1, and read "7"
+                raise ValueError(f"has values of type {given.dtype.name}")
+            array = np.array(one.data or [], dtype=kind).reshape(-1)
         except (ValueError, TypeError, OverflowError) as error:
             raise FieldError(f"{path}.data", f"is not {one.datatype}: {error}") from error
         if array.size != count:

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from loka.data.download import sha256_of
-from loka.records import write_atomically
+from loka.records import replacing, write_atomically
 
 SCHEMA = 1
 _STATE = "state.json"
@@ -87,13 +87,12 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         digests = {}
         for name, tensors in snapshot.tensors.items():
             file = temporary / f"{name}.safetensors"
-            save_file(tensors, file)
+            with replacing(file) as written:
+                save_file(tensors, written)
             digests[file.name] = sha256_of(file)
         body = {"schema": SCHEMA, "step": snapshot.step, "files": digests, "state": snapshot.state}
         text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
-        (temporary / _STATE).write_text(text + "\n", encoding="utf-8")
-        for file in temporary.iterdir():
-            _flush(file)
+        write_atomically(temporary / _STATE, (text + "\n").encode())
         _flush(temporary)
         _move_into_place(temporary, final)
     except BaseException:
@@ -250,6 +249,10 @@ class Saver:
         error = None if self._pending is None else self._pending.exception()  # an interrupt leaves it pending
         self._pending = None
         if error is not None:
+            if (
+                isinstance(error, OSError) and error.errno
+            ):  # of the disk; named after the folder, not after a temporary file in it
+                raise OSError(error.errno, error.strerror, str(self.folder)) from error
             raise RuntimeError(f"a checkpoint could not be written to {self.folder}: {error}") from error
 
     def _write(self, snapshot: Snapshot) -> None:

@@ -95,7 +95,7 @@ def tune(
             permanently: reverting changes their format back, but does not restore the lost bits.
         collectives: also choose codecs for the weights and gradients that ranks would exchange.
         estimate_for: a device that is not present ("NVIDIA H200"). Units are chosen by their estimated speed there, and
-            labelled as estimates. Nothing is timed.
+            labelled as estimates. Nothing is timed, so `thorough` and `cuda_graph=False` do not go with it.
         row_factor: for `estimate_for`: rows per call on that device, relative to the batches given here.
         out: folder for evidence, plan, conversion, record and report. The same call resumes from it.
         progress: show a progress bar on stderr; None shows it only in a terminal. A function(phase, done, total)
@@ -130,6 +130,8 @@ def tune(
     _check_model(inner)
     task = Task(inner, batches, loss, step, _resolve_autocast(inner, autocast))
     training, estimator = target == "train", _make_estimator(estimate_for, row_factor, task.device)
+    if estimator is not None and (thorough or not cuda_graph):
+        raise ValueError(f"thorough={thorough}, cuda_graph={cuda_graph} with estimate_for={estimate_for!r}: estimates are of steps in CUDA graphs, compiled in the default mode; hint: leave these out")  # fmt: skip
     _check_training(inner, train, target, optimizer)
     present = _find_mods(inner, architecture)
     call = Call(
