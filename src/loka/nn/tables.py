@@ -7,7 +7,7 @@
 There is no float32 copy. Backward keeps the gradient of the looked-up embeddings (of the size of a batch) until
 `TableOptimizer.step` applies it: it sums duplicates, makes one step of the rule in float32, and rounds stochastically
 to the row format (`loka.kernels.embedding_update`), so that small updates, which rounding to nearest would lose, take
-effect on average.
+effect on average. A forward that reads `weight` looks every row up, and trains them as any other lookup.
 
     training    int8:row, bfloat16, e4m3:row:pow2 (keep the hottest rows in float32: `hot`), float32
     serving     these, e4m3:row, float16 and int4:row
