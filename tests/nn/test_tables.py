@@ -77,7 +77,7 @@ def target(ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rule", [Rule("rowwise_adagrad", lr=0.3), Rule("sgd", lr=20.0), Rule("adam", lr=0.03)])
 def test_rows_learn(rows: str, rule: Rule) -> None:
     table = tables.Embedding(50, 16, rows=rows)
-    before = float((table.weight - target(torch.arange(50))).square().mean())
+    before = float((table.weight.detach() - target(torch.arange(50))).square().mean())
     after = fit(table, TableOptimizer(table, rule), 60)
     assert after < 0.05 * before
 
@@ -267,3 +267,29 @@ def test_a_table_that_does_more_than_look_rows_up_is_not_replaced() -> None:
         with pytest.raises(ValueError, match=told):
             tables.quantize_tables(model, rows="int8:row")
         assert model[0] is before
+
+
+class Tied(nn.Module):
+    """Scores every item: the table looks histories up, and its weight is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.mix = nn.Embedding(30, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.items(ids).mean(1)) @ self.items.weight.T
+
+
+def test_a_weight_that_is_multiplied_by_learns_too() -> None:
+    torch.manual_seed(0)
+    plain = Tied()
+    low = copy.deepcopy(plain)
+    tables.quantize_tables(low, rows="float32")
+    ids, target = torch.randint(0, 30, (12, 3)), torch.randint(0, 30, (12,))
+    for model in (plain, low):
+        torch.nn.functional.cross_entropy(model(ids), target).backward()
+    torch.optim.SGD([plain.items.weight], lr=1.0).step()
+    TableOptimizer(low, Rule("sgd", lr=1.0)).step()
+    torch.testing.assert_close(low.items.weight.detach(), plain.items.weight.detach())
+    torch.testing.assert_close(low.mix.weight.grad, plain.mix.weight.grad)
+    assert not any(value.requires_grad for value in low.state_dict().values())

@@ -298,6 +298,17 @@ def test_hooks_of_all_modules_end_every_chain_and_are_named_where_they_come_late
     assert model(x).shape == (8, 1)
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_hooks_of_a_module_that_come_later_are_named(register: str) -> None:
+    model, x = Net(straight), torch.randn(8, 64)
+    place(model, discover(model, x).units[0])
+    hook = getattr(model.a, register)(lambda module, given, made: made[0].sum())
+    with pytest.raises(RuntimeError, match="a, or a module after it, was given hooks"):
+        model(x)
+    hook.remove()
+    assert model(x).shape == (8, 1)
+
+
 def test_names_are_those_of_the_plain_model() -> None:
     make, inputs = ZOO["dlrm"]
     plain, x = make(), inputs(8)

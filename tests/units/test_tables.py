@@ -148,3 +148,19 @@ def test_explained_kept_and_compared(tmp_path) -> None:
     assert "items" in first.diff(other)
     with pytest.raises(ValueError, match="decided twice"):
         plan([table("items", "int8:row", 60)] * 2)
+
+
+def test_a_table_of_several_names_is_one_table() -> None:
+    model = Small()
+    model.towers = nn.ModuleDict({"again": model.users})
+    keys, parameter = list(model.state_dict()), model.users.weight
+    assert [found.name for found in find_tables(model)] == ["items", "users"]
+    asked = plan([table("users", "bfloat16", 40), table("towers.again", "bfloat16", 40)])  # either name, or both
+    loka.convert(model, asked)
+    assert isinstance(model.users, Table)
+    assert model.towers["again"] is model.users
+    assert list(model.state_dict()) == keys
+    loka.revert(model)
+    assert model.towers["again"] is model.users
+    assert model.users.weight is parameter
+    assert list(model.state_dict()) == keys

@@ -18,7 +18,7 @@ from loka.formats import QTensor
 from loka.lowp.chain_function import Link
 from loka.lowp.chain_parts import Part
 from loka.lowp.passing import is_in_place, spell_call
-from loka.nn.replacing import every_module_is_watched
+from loka.nn.replacing import every_module_is_watched, is_watched
 
 
 class AnotherPathError(RuntimeError):
@@ -106,8 +106,10 @@ class StandIn(Tensor):
             return chain.meet_call(*called, in_place=is_in_place(func, args, kwargs))
         if chain.pending is found:
             chain.forget()
-        hint = _HOOKS_HINT if every_module_is_watched() else _HINT
-        raise AnotherPathError(f"{name or func} reads a value inside the chain {chain.name}, which does not keep it: {hint}", chain.name)  # fmt: skip
+        raise AnotherPathError(
+            f"{name or func} reads a value inside the chain {chain.name}, which does not keep it: {chain.hint_reader()}",
+            chain.name,
+        )
 
 
 def _stand_ins(value: Any) -> Iterator[StandIn]:
@@ -172,6 +174,18 @@ class HandsOn:
     def forget(self) -> None:
         """Stop passing on the chain's result."""
         self.pending = self._result = None
+
+    def hint_reader(self) -> str:
+        """Return what probably reads a value inside the chain, and what to do about it."""
+        if every_module_is_watched():
+            return _HOOKS_HINT
+        for part in self.parts:
+            if any(is_watched(module) for module in (part.linear, *part.passed)):
+                return (
+                    f"{part.link.linear}, or a module after it, was given hooks since it was converted, and these may "
+                    "be what reads it; hint: remove them; or loka.revert(model), and a new plan, which ends the chain there"
+                )
+        return _HINT
 
     def ends_with(self, stand_in: StandIn) -> bool:
         """Return True if the stand-in is the output of the last linear, which holds the result."""

@@ -24,7 +24,7 @@ from loka.mods.editor import Editor
 from loka.mods.fused_dots import is_transpose
 from loka.mods.sharing import SHARED, SharedFeatures, Transpose
 from loka.nn.mix import compute_dtype, mix_features, multiply_mixtures, without_autocast
-from loka.nn.sharing import is_valid, take_stamp
+from loka.nn.sharing import Recorded, each, is_valid, take_stamp
 from loka.nn.writing import writes
 from loka.records.mods import ModClass
 
@@ -57,8 +57,8 @@ class _MultiplyFromLeft(TorchFunctionMode):
         self.note = note  # called for every product found
         self.fuses = fuses
         self.shared = shared  # what else reads the same features
-        self.transposes: list[Transpose] = []
-        self.mixtures: list[_Mixture] = []
+        self.transposes: Recorded[Transpose] = ()
+        self.mixtures: Recorded[_Mixture] = ()
         self.saving = find_saving_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,11 +76,11 @@ class _MultiplyFromLeft(TorchFunctionMode):
         if writes(func, args, kwargs):
             # clear only what is not empty: a compiled autograd function must not mutate outside state
             if self.transposes:
-                self.transposes.clear()
+                self.transposes = ()
             if self.mixtures:
-                self.mixtures.clear()
+                self.mixtures = ()
         elif is_transpose(func, args):
-            self.transposes.append((out, args[0], torch.is_grad_enabled()))
+            self.transposes = ((out, args[0], torch.is_grad_enabled()), self.transposes)
         return out
 
     def _replace_einsum(self, args: Any) -> Tensor | None:
@@ -102,13 +102,13 @@ class _MultiplyFromLeft(TorchFunctionMode):
 
     def _replace_matmul(self, a: Any, b: Any) -> Tensor | None:
         grad = torch.is_grad_enabled()
-        for transpose, x, made in self.transposes:
+        for transpose, x, made in each(self.transposes):
             if a is transpose and made == grad and _fits(x, b, b.shape[:1] if b.dim() else ()):
                 return self._mix(b, True, x, True)
         found = self._multiply_mixture(a, b, True)
         if found is not None:
             return found
-        for transpose, source, made in self.transposes:
+        for transpose, source, made in each(self.transposes):
             if b is transpose and made == grad:
                 return self._multiply_mixture(a, source, False)
         return None
@@ -124,14 +124,15 @@ class _MultiplyFromLeft(TorchFunctionMode):
         y = y.mT if transposed else y
         if self.fuses and (torch.compiler.is_compiling() or (self.shared is not None and self.shared.noting)):
             # not in eager mode: the mixture is computed already, and one product is cheaper than two
-            self.mixtures.append(
-                _Mixture(y, matrix, turned, weight, x, transposed, torch.is_grad_enabled(), wide.dtype, take_stamp())
+            mixture = _Mixture(
+                y, matrix, turned, weight, x, transposed, torch.is_grad_enabled(), wide.dtype, take_stamp()
             )
+            self.mixtures = (mixture, self.mixtures)
         return y
 
     def _multiply_mixture(self, x: Tensor, made: Tensor, transposed: bool) -> Tensor | None:
         """Return the products of x with a recorded mixture of itself, or None. The mixture itself is then unused."""
-        for mixture in self.mixtures:
+        for mixture in each(self.mixtures):
             same = made is mixture.made and x is mixture.x and transposed == mixture.transposed
             if same and (mixture.grad, mixture.dtype) == (torch.is_grad_enabled(), compute_dtype(x)) and is_valid(mixture.stamp):  # fmt: skip
                 found = None if self.shared is None else self.shared.find_products(x, mixture.matrix, mixture.turned)

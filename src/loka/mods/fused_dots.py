@@ -26,7 +26,7 @@ from loka.kernels.dots.pairs import find_fault
 from loka.mods.calling import find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
 from loka.nn.mix import multiply_pairs
-from loka.nn.sharing import is_valid, take_stamp
+from loka.nn.sharing import Recorded, each, is_valid, take_stamp
 from loka.nn.writing import writes
 from loka.records.mods import ModClass
 from loka.units.example import call_model
@@ -60,9 +60,9 @@ class _ReplaceDots(TorchFunctionMode):
         self.replace = replace  # False: only check whether the kernel supports them
         self.faults: list[str] = []  # why the kernel does not support some pairs
         # with whether gradients were enabled: what is made without them passes none to x
-        self.transposes: list[tuple[Tensor, Tensor, bool]] = []  # (transpose, its source, enabled)
-        self.products: list[tuple[Tensor, Tensor, bool]] = []  # (x x^T, x, enabled)
-        self.concatenations: list[_Joined] = []
+        self.transposes: Recorded[tuple[Tensor, Tensor, bool]] = ()  # (transpose, its source, enabled)
+        self.products: Recorded[tuple[Tensor, Tensor, bool]] = ()  # (x x^T, x, enabled)
+        self.concatenations: Recorded[_Joined] = ()
         self.saving = find_saving_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,20 +75,21 @@ class _ReplaceDots(TorchFunctionMode):
         if writes(func, args, kwargs):
             # clear only what is not empty: a compiled autograd function must not mutate outside state
             if self.transposes:
-                self.transposes.clear()
+                self.transposes = ()
             if self.products:
-                self.products.clear()
+                self.products = ()
             if self.concatenations:
-                self.concatenations.clear()
+                self.concatenations = ()
         elif is_transpose(func, args):
-            self.transposes.append((out, args[0], torch.is_grad_enabled()))
+            self.transposes = ((out, args[0], torch.is_grad_enabled()), self.transposes)
         elif func in _CONCATENATIONS and _joins_two(out, args, kwargs):
             first, second = args[0]
-            self.concatenations.append(_Joined(out, first, second, torch.is_grad_enabled(), take_stamp()))
+            joined = _Joined(out, first, second, torch.is_grad_enabled(), take_stamp())
+            self.concatenations = (joined, self.concatenations)
         elif func in _PRODUCTS and len(args) == 2:
-            for transpose, x, grad in self.transposes:
+            for transpose, x, grad in each(self.transposes):
                 if args[1] is transpose and args[0] is x and grad == torch.is_grad_enabled():
-                    self.products.append((out, x, grad))
+                    self.products = ((out, x, grad), self.products)
         return out
 
     def _replace_index(self, value: Any, index: Any) -> Tensor | None:
@@ -97,7 +98,7 @@ class _ReplaceDots(TorchFunctionMode):
         first, second = index[1], index[2]
         if index[0] != slice(None) or not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
-        for product, x, grad in self.products:
+        for product, x, grad in each(self.products):
             if value is product and grad == torch.is_grad_enabled():
                 if not self._check_pairs(x, first, second) or not self.replace:
                     return None
@@ -117,7 +118,7 @@ class _ReplaceDots(TorchFunctionMode):
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return None
-        for joined in self.concatenations:
+        for joined in each(self.concatenations):
             if joined.result is x and joined.grad == torch.is_grad_enabled() and is_valid(joined.stamp):
                 return joined
         return None

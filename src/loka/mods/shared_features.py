@@ -21,7 +21,7 @@ from loka.mods.editor import Editor
 from loka.mods.feature_layout import OverFeatures
 from loka.mods.feature_products import OverFeaturesCalls
 from loka.mods.sharing import SHARED, Matrix, SharedFeatures, SharesFeatures, Transpose
-from loka.nn.sharing import Watch
+from loka.nn.sharing import Recorded, Watch, each
 from loka.nn.wrapping import find_holder
 from loka.records.mods import ModClass
 from loka.units.example import call_model, tensors_in
@@ -47,14 +47,14 @@ class _Noting(SharedFeatures):
 
     def __init__(self, name: str, reads: list[_Read]) -> None:
         self.name, self.reads = name, reads
-        self.transposes: list[Transpose] = []
+        self.transposes: Recorded[Transpose] = ()
 
     def forget(self) -> None:
         """Keep what was recorded: versions tell what was written to."""
 
     def find_mixture(self, module: nn.Module, transposed: Tensor) -> Tensor | None:
         """Record that a linear over features reads a tensor."""
-        for transpose, source, _ in self.transposes:
+        for transpose, source, _ in each(self.transposes):
             if transposed is transpose:
                 self._note(module.weight, False, True, source)  # type: ignore[arg-type]
         return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.nn.mix import compute_dtype, multiply_and_mix
-from loka.nn.sharing import Shared, is_valid, run_sharing, take_stamp
+from loka.nn.sharing import Recorded, Shared, each, is_valid, run_sharing, take_stamp
 
 SHARED = "loka_shared_features"  # attribute of a module: the SharedFeatures it belongs to
 # (transpose, its source, whether gradients were enabled: a transpose made without them passes none to the source)
@@ -67,22 +67,22 @@ class SharedFeatures(Shared):
 
     def __init__(self, product: Matrix, mixers: Sequence[Matrix], *, trains: bool) -> None:
         self.product, self.mixers, self.trains = product, tuple(mixers), trains
-        self.transposes: list[Transpose] = []
+        self.transposes: Recorded[Transpose] = ()
         self.results: _Results | None = None
 
     def forget(self) -> None:
         """Discard all tensors, which may have changed."""
-        self.transposes = []
+        self.transposes = ()
         self.results = None
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Remember what a transposed tensor is a transpose of."""
         if is_named_transpose(func, args, kwargs):
-            self.transposes.append((out, args[0], torch.is_grad_enabled()))
+            self.transposes = ((out, args[0], torch.is_grad_enabled()), self.transposes)
 
     def find_mixture(self, module: nn.Module, transposed: Tensor) -> Tensor | None:
         """Return W x [B, m, d] of a linear over features that is called with x^T, or None if nothing is shared."""
-        for transpose, source, grad in self.transposes:
+        for transpose, source, grad in each(self.transposes):
             if transposed is transpose and grad == torch.is_grad_enabled():
                 results = self._compute(source)
                 for at, mixer in enumerate(self.mixers):

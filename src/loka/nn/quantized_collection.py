@@ -41,7 +41,7 @@ def take_quantized(collection: Any, *, rows: str = "float32") -> dict[str, Embed
         table = EmbeddingBag(
             *weight.shape, mode=config.pooling.value.lower(), rows=rows, weight=weight, name=config.name
         )
-        table.worst_error = float((table.weight - weight).abs().max()) if weight.numel() else 0.0  # type: ignore[assignment]
+        table.worst_error = float((table.rows.dequantize() - weight).abs().max()) if weight.numel() else 0.0  # type: ignore[assignment]
         made[config.name] = table.eval().requires_grad_(False)
     return made
 

@@ -6,7 +6,7 @@ have changed; writes that only the compiler sees make what was shared before inv
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,6 +26,22 @@ def is_valid(stamp: str) -> bool:
     path: without this, what is shared could be older than the tensor it was computed from.
     """
     return not torch.compiler.is_dynamo_compiling() or is_unwritten(stamp)
+
+
+_T = TypeVar("_T")
+# What a mode has recorded: nothing, or the latest record and what was recorded before it. Not a list: where a graph breaks,
+# torch.compile rebuilds a list that grew from its earlier entries, by their positions, after it has run the next graph.
+# That graph's functions pass through the mode too, and a write among them may have emptied the list: an IndexError.
+Recorded = tuple[()] | tuple[_T, Any]
+
+
+def each(recorded: Recorded[_T]) -> list[_T]:
+    """Return the records, the latest first."""
+    found = []
+    while recorded:
+        latest, recorded = recorded
+        found.append(latest)
+    return found
 
 
 class Shared:

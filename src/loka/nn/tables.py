@@ -7,7 +7,7 @@
 There is no float32 copy. Backward keeps the gradient of the looked-up embeddings (of the size of a batch) until
 `TableOptimizer.step` applies it: it sums duplicates, makes one step of the rule in float32, and rounds stochastically
 to the row format (`loka.kernels.embedding_update`), so that small updates, which rounding to nearest would lose, take
-effect on average.
+effect on average. A forward that reads `weight` looks every row up, and trains them as any other lookup.
 
     training    int8:row, bfloat16, e4m3:row:pow2 (keep the hottest rows in float32: `hot`), float32
     serving     these, e4m3:row, float16 and int4:row
@@ -97,7 +97,11 @@ class Table(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The table in float32; a copy."""
+        """The table in float32; a copy. Its gradient is one of the table, as that of a lookup of every row."""
+        if (
+            torch.is_grad_enabled() and self.is_trainable
+        ):  # a forward may multiply by it: items as the classes of a softmax
+            return self.look_up(torch.arange(self.num_embeddings, device=self.store.device), None, None, "item")
         return self.rows.dequantize()
 
     @property
@@ -107,7 +111,7 @@ class Table(nn.Module):
 
     def keep_high(self, rows: Tensor) -> None:
         """Keep exactly these rows in float32 from now on; those kept before are rounded to nearest."""
-        weight = self.weight
+        weight = self.rows.dequantize()
         if self.slot is not None and self.kept is not None:  # write them back into the table
             leaving = (self.slot >= 0).nonzero().squeeze(1)
             back = Rows.of(weight[leaving], self.kind)
@@ -143,7 +147,7 @@ class Table(nn.Module):
         return self.look_up(indices, offsets, None, mode)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.weight
+        destination[f"{prefix}weight"] = self.rows.dequantize()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str]
@@ -340,10 +344,17 @@ def quantize_tables(
     if problems := [f"{name}: {reason}" for name, module in found for reason in refusals(module, model)]:
         raise ValueError(f"these tables cannot have rows of {rows}: {'; '.join(problems)}")
     made = {name: _low(module, rows, hot, name) for name, module in found}
-    for name, table in made.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, table)
+    for name, module in found:
+        replace_everywhere(model, module, made[name])
     return list(made)
+
+
+def replace_everywhere(model: nn.Module, module: nn.Module, by: nn.Module) -> None:
+    """Replace a module under all of its names in a model."""
+    for name, held in list(model.named_modules(remove_duplicate=False)):
+        if held is module:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, by)
 
 
 def refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from loka.kernels.embedding_bag import Rows, parse_rows
-from loka.nn.tables import Table, quantize_tables, refusals
+from loka.nn.tables import Table, quantize_tables, refusals, replace_everywhere
 from loka.nn.wrapping import named_sites
 from loka.records.unit import CollectivePlan, TablePlan
 
@@ -44,7 +44,7 @@ def find_tables(model: nn.Module) -> list[TablePlan]:
         >>> [table.bytes for table in find_tables(model)]
     """
     found = []
-    for name, module in named_sites(model):
+    for name, module in named_sites(model, once=True):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag | Table):
             count, width = module.num_embeddings, module.embedding_dim
             rows = module.kind if isinstance(module, Table) else str(module.weight.dtype).removeprefix("torch.")
@@ -126,8 +126,8 @@ def place_tables(model: nn.Module, tables: Sequence[TablePlan]) -> list[str]:
     modules = dict(named_sites(model))
     originals: dict[str, nn.Module] = model.__dict__.setdefault(_ORIGINALS, {})
     for table in tables:
-        if not isinstance(modules[table.name], Table):
-            original: Any = modules[table.name]
+        original: Any = modules[table.name]
+        if not isinstance(original, Table) and not any(original is one for one in originals.values()):
             quantize_tables(model, rows=table.rows, filter_fn=lambda module, _, wanted=original: module is wanted)  # type: ignore[misc]
             original.weight.data = original.weight.data.new_empty(0)
             originals[table.name] = original
@@ -165,9 +165,8 @@ def release_tables(model: nn.Module) -> int:
     """
     originals: dict[str, nn.Module] = model.__dict__.pop(_ORIGINALS, {})
     for name, original in originals.items():
-        parent, _, child = name.rpartition(".")
         table: Any = model.get_submodule(name)
         weight: Any = original.weight
-        weight.data = table.weight.to(weight.dtype)
-        setattr(model.get_submodule(parent), child, original.train(table.training))
+        weight.data = table.rows.dequantize().to(weight.dtype)
+        replace_everywhere(model, table, original.train(table.training))
     return len(originals)
