@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from loka import records
 from loka.data import RankingData, load
-from loka.demo.callbacks import StepTalk, Talk
+from loka.data.progress import Progress as Talk
+from loka.data.progress import silent
+from loka.demo.callbacks import StepTalk
 from loka.demo.config import DemoConfig, DemoResult
 from loka.measure.device import name_device
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
@@ -32,10 +34,6 @@ COMPARED = ("planned", "naive", "control")
 SWAPPED = ("planned", "naive")
 FEW = 64  # rows of a batch that only serves to find the sizes of a model
 NUDGE = 2.0**-9  # relative size of one bf16 rounding: far below FP8's 2^-4, far above float32's 2^-24
-
-
-def _say_nothing(station: str, done: int, total: int | None) -> None:
-    """Ignore progress: the default Talk."""
 
 
 class Demo:
@@ -57,7 +55,7 @@ class Demo:
         out: str | Path = "runs/demo",
         config: DemoConfig | None = None,
         *,
-        talk: Talk = _say_nothing,
+        talk: Talk = silent,
         command: str | None = None,
         load_data: Callable[[str], RankingData] = load,
     ) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka import mods as mods_room
+from loka.data.progress import Progress as Told
 from loka.dispatch.margin import MARGIN
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
@@ -33,7 +34,7 @@ from loka.report.render import require_charts
 from loka.tuning.call import Call
 from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
-from loka.tuning.progress import Progress, Told
+from loka.tuning.progress import Progress
 from loka.tuning.session import Session
 from loka.tuning.task import MakeOptimizer, Step, Task, check_arity
 from loka.tuning.tuned import Tuned
