@@ -305,21 +305,14 @@ class DistributedTrainer(Trainer):
                             optimizer.state[parameter] = {"step": step, **moments}
 
     def _load_tensors(self, path: Path, *, optimizer: bool = True) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         tensors = self._tensors()
         state = tensors.pop("optimizer")
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        if optimizer and any(key.startswith("optimizer.") and key.endswith(":scale") for key in stored):
-            raise ValueError(
-                f"{path} has float32 scales of table rows, of an earlier version; rows have scales of one byte now; "
-                "hint: start a new run from its weights, which are float32"
-            )
-        if not optimizer:
-            tensors.pop("tables", None)
         if optimizer:  # copies: a table's codes are also its weight, and loading the weight would round them again
             tensors["optimizer"] = {name: tensor.clone() for name, tensor in state.items()}
+        else:
+            tensors.pop("tables", None)
         load(tensors, checkpoint_id=path)
         self.module.load_state_dict(tensors["model"])
         if optimizer:
