@@ -26,7 +26,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
@@ -40,14 +40,13 @@ from torch import Tensor, nn
 from loka.comms import Agreement, RankError, StepClock
 from loka.comms.placement import clock_of, wire_of
 from loka.data.batch import Jagged
-from loka.nn.tables import Table
 from loka.records import Conversion, Plan, to_json
-from loka.training.checkpoint import prune, read_best, remove_leftovers, step_of, write_best
+from loka.training.checkpoint import keep_best, read_best, remove_leftovers, step_of
 from loka.training.config import TrainConfig
 from loka.training.result import NonFiniteLossError, TrainResult
 from loka.training.sequence import SequenceTask
 from loka.training.sharding import Distribution, spread_model
-from loka.training.snapshot import describe_run, restore_run, seed_everything
+from loka.training.snapshot import describe_run, find_nonfinite, restore_run, seed_everything
 from loka.training.stream import EpochStream, TrainData
 from loka.training.trainer import Trainer
 
@@ -246,7 +245,7 @@ class DistributedTrainer(Trainer):
             return
         assert self.folder is not None
         with self._paused():
-            bad = [name for name, tensor in _local_tensors(self.module) if not bool(tensor.isfinite().all())]
+            bad = find_nonfinite(self.module)
             if self.ranks.any(bool(bad), self.device):
                 raise NonFiniteLossError(
                     f"weights of {bad[:5] or 'another rank'} are not finite after step {self.step}; nothing was saved"
@@ -271,10 +270,7 @@ class DistributedTrainer(Trainer):
             (temporary / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             temporary.replace(final)
-            best = self.monitor.best
-            if best is not None and best["step"] == self.step:
-                write_best(self.folder, best)
-            prune(self.folder, keep=self.config.keep, protect=None if best is None else best["step"])
+            keep_best(self.folder, self.step, self.monitor.best, keep=self.config.keep)
         dist.barrier()
 
     def _essentials(self) -> dict[str, Any]:
@@ -335,13 +331,6 @@ class DistributedTrainer(Trainer):
     def _reseed(self) -> None:
         """Reseed from (seed, rank, step), so that uninterrupted and resumed runs draw the same random numbers."""
         seed_everything(hash((self.config.seed, self.ranks.rank, self.step)) % 2**63)
-
-
-def _local_tensors(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
-    """Return the tensors that this rank holds, table by table and shard by shard."""
-    named = [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in model.named_parameters()]
-    tables = [(name, part) for name, m in model.named_modules() if isinstance(m, Table) for part in m.witnesses()]
-    return [(name, tensor.detach()) for name, tensor in [*named, *tables]]
 
 
 def _convert(model: nn.Module, plan: Plan | None, recipe: str | None, device: torch.device) -> Conversion | None:
