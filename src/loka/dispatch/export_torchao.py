@@ -99,7 +99,7 @@ def to_torchao(plan: Plan) -> TorchaoExport:
     recipes: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for site in plan.sites:
-        if not any(c.quantized for c in site.choices):
+        if not site.quantized:
             continue
         found = next((name for name in TORCHAO_RECIPES if _matches_recipe(site, name)), None)
         why = misaligned(site)

@@ -164,7 +164,7 @@ def convert(
 def _check_level(model: nn.Module, plan: Plan) -> None:
     """Raise if the plan was made for a submodule of this model, or for a model that contains this one."""
     names = [name for unit in plan.units for name in unit.linears]
-    names += [site.site for site in plan.sites if any(choice.quantized for choice in site.choices)]
+    names += [site.site for site in plan.sites if site.quantized]
     modules = dict(named_sites(model))
     if not names or any(name in modules for name in names):
         return

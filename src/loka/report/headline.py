@@ -21,7 +21,7 @@ def name_report(results: Results) -> str:
 
 def count_converted(plan: Plan) -> int:
     """Return the number of sites of a plan of which any GEMM runs in low precision."""
-    return sum(any(choice.quantized for choice in site.choices) for site in plan.sites)
+    return sum(bool(site.quantized) for site in plan.sites)
 
 
 def write_headline(results: Results) -> str:
