@@ -1,5 +1,6 @@
 """Plans as readable text: summaries, the differences between two plans, and why a site runs what it runs; errors."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ _SETTINGS = (
 def spell_error(error: BaseException) -> str:
     """Describe an exception in one line of at most 300 characters of its message, for reasons in records."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def name_some(names: Sequence[str], most: int = 5) -> str:
+    """List the first names and count the others: `a, b and 3 more`."""
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def spell(choice: "Choice") -> str:

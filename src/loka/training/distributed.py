@@ -41,6 +41,7 @@ from loka.comms import Agreement, RankError, StepClock
 from loka.comms.placement import clock_of, wire_of
 from loka.data.batch import Jagged
 from loka.records import Conversion, Plan, to_json
+from loka.records.prose import name_some
 from loka.training.checkpoint import keep_best, read_best, remove_leftovers, step_of
 from loka.training.config import TrainConfig
 from loka.training.result import NonFiniteLossError, TrainResult
@@ -344,7 +345,7 @@ def _convert(model: nn.Module, plan: Plan | None, recipe: str | None, device: to
     done = convert(model, plan, recipe=recipe)
     if remembered := sorted(scale_state(model)):
         raise ValueError(
-            f"{', '.join(remembered[:5])}: delayed scales differ between ranks, so a checkpoint could not be resumed with another number of ranks; "
+            f"{name_some(remembered)}: delayed scales differ between ranks, so a checkpoint could not be resumed with another number of ranks; "
             "hint: a plan with dynamic scales and without chains"
         )
     return done
