@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from loka.mods.calling import Note, find_callers, find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
-from loka.mods.fused_dots import is_transpose
+from loka.mods.fused_dots import forget, is_transpose
 from loka.mods.sharing import SHARED, SharedFeatures, Transpose
 from loka.nn.mix import compute_dtype, mix_features, multiply_mixtures, without_autocast
 from loka.nn.sharing import is_valid, take_stamp
@@ -74,11 +74,7 @@ class _MultiplyFromLeft(TorchFunctionMode):
             return found
         out = func(*args, **kwargs)
         if writes(func, args, kwargs):
-            # clear only what is not empty: a compiled autograd function must not mutate outside state
-            if self.transposes:
-                self.transposes.clear()
-            if self.mixtures:
-                self.mixtures.clear()
+            forget(self.transposes, self.mixtures)
         elif is_transpose(func, args):
             self.transposes.append((out, args[0], torch.is_grad_enabled()))
         return out

@@ -73,13 +73,7 @@ class _ReplaceDots(TorchFunctionMode):
                 return found
         out = func(*args, **kwargs)
         if writes(func, args, kwargs):
-            # clear only what is not empty: a compiled autograd function must not mutate outside state
-            if self.transposes:
-                self.transposes.clear()
-            if self.products:
-                self.products.clear()
-            if self.concatenations:
-                self.concatenations.clear()
+            forget(self.transposes, self.products, self.concatenations)
         elif is_transpose(func, args):
             self.transposes.append((out, args[0], torch.is_grad_enabled()))
         elif func in _CONCATENATIONS and _joins_two(out, args, kwargs):
@@ -152,6 +146,13 @@ def _joins_two(out: Any, args: Any, kwargs: Any) -> bool:
     if not args or not isinstance(args[0], (tuple, list)) or len(args[0]) != 2 or out.dim() != 3 or dim not in (1, -2):
         return False
     return all(part.dtype in DTYPES and part.dim() == 3 for part in args[0])
+
+
+def forget(*noted: list[Any]) -> None:
+    """Clear notes on tensors. Only what is not empty: a compiled autograd function must not mutate outside state."""
+    for notes in noted:
+        if notes:
+            notes.clear()
 
 
 def is_transpose(func: Any, args: Any) -> bool:
