@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from loka.cli import app
-from loka.cli.doctor import LIBRARIES, Library, _group, check_backends, check_library, check_required
+from loka.cli.doctor import LIBRARIES, Library, check_backends, check_library, check_required
 from loka.kernels import registry
+from loka.lowp.auto import spell_refusals
 
 runner = CliRunner()
 
@@ -57,7 +58,7 @@ def test_every_extra_of_the_package_is_looked_for() -> None:
 
 def test_a_reason_names_the_recipes_it_is_about() -> None:
     refused = {"rowwise": "needs a GPU", "mxfp8": "takes float32 scales", "blockwise": "needs a GPU"}
-    assert _group(refused) == "rowwise, blockwise: needs a GPU; mxfp8: takes float32 scales"
+    assert spell_refusals(refused) == "rowwise, blockwise: needs a GPU; mxfp8: takes float32 scales"
 
 
 def test_every_backend_answers() -> None:

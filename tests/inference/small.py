@@ -6,9 +6,9 @@ from torch import Tensor
 from loka.data.batch import Jagged
 from loka.inference import Request
 from loka.models import build
-from loka.models.beam import Beams, ValidIds, search
+from loka.models.beam import Beams, search
 from loka.models.onerec import OneRec
-from loka.semantic_ids import SemanticIndex
+from loka.semantic_ids import SemanticIndex, Trie
 
 
 def make_model(size: str = "tiny-moe", seed: int = 0, **options: object) -> OneRec:
@@ -44,7 +44,7 @@ def make_requests(model: OneRec, lengths: tuple[int, ...], seed: int = 2) -> lis
 
 
 def search_plainly(
-    model: OneRec, requests: list[Request], beams: int, valid: ValidIds | None, normalize: str = "codebook"
+    model: OneRec, requests: list[Request], beams: int, valid: Trie | None, normalize: str = "codebook"
 ) -> Beams:
     offsets = torch.tensor([0, *(len(r.history) for r in requests)]).cumsum(0)
     static = [r.static for r in requests if r.static is not None]

@@ -210,15 +210,6 @@ def test_what_lies_too_far_apart_is_copied():
         assert near_rows(apart).is_contiguous()
 
 
-def test_a_module_of_an_earlier_version_is_unpickled():
-    module = DotProductAttention()
-    state = {name: value for name, value in module.__getstate__().items() if name not in ("backend", "chosen", "refusals")}  # fmt: skip
-    old = DotProductAttention.__new__(DotProductAttention)
-    old.__setstate__(state)
-    assert (old.backend, old.chosen, old.refusals) == ("auto", None, {})
-    assert "backend=auto" in repr(old)
-
-
 def runs_here(device):
     return bool(triton.supports(MaskedAttentionCall(1, 1, 1, 1, 1, 8, torch.float32), device))
 

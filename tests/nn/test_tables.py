@@ -102,18 +102,6 @@ def test_a_resumed_run_ends_with_the_same_bits(rows: str) -> None:
     assert torch.equal(second.weight, straight.weight)
 
 
-def test_a_state_with_float32_scales_is_refused() -> None:
-    """Their codes belong to scales that one byte does not hold: loading them would change every value in silence."""
-    table = tables.Embedding(50, 16, rows="int8:row")
-    optimizer = TableOptimizer(table)
-    stored, before = copy.deepcopy(optimizer.state_dict()), table.weight
-    del stored["state"][0]["scale_code"]
-    stored["state"][0]["scale"] = torch.rand(50)
-    with pytest.raises(ValueError, match=r"float32 scales of an earlier version.*hint: start a new run"):
-        optimizer.load_state_dict(stored)
-    assert torch.equal(table.weight, before)
-
-
 @pytest.mark.parametrize("rows", ["int8:row", "e4m3:row:pow2"])
 def test_a_row_that_is_lost_has_a_witness(rows: str) -> None:
     """NaN in a row, and a row beyond the range of scales: training must not save either."""

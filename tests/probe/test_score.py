@@ -264,7 +264,7 @@ def test_few_looks_are_scored_and_the_later_half_counts() -> None:
     tally = Tally(["rowwise"])
     for step, size in enumerate((100.0, 100.0, 1.0, 1.0)):
         sums = torch.tensor([64.0, 0.0, 64 * size**2, 64 * size**4], dtype=torch.float64)
-        tally._pending.append((step, sums.expand(len(tally.keys), 4), torch.tensor(0.0)))
+        tally.add(step, sums.expand(len(tally.keys), 4), torch.tensor(0.0))
     found = tally.harm("fprop", "rowwise")
     assert found is not None
     assert found[0].value == pytest.approx(0.03)

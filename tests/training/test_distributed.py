@@ -64,27 +64,6 @@ def test_a_killed_run_resumes_with_the_same_bits_and_with_another_number_of_rank
     assert more["loss"] < straight[0]["loss"] * 1.2
 
 
-@pytest.mark.slow
-def test_a_checkpoint_with_float32_scales_of_rows_is_refused(tmp_path: Path) -> None:
-    """Made from one of today by turning its scales into what earlier versions wrote."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-
-    on_ranks(1, *JOB, str(tmp_path / "run"), 4, "int8:row", None, False)
-    (folder,) = (tmp_path / "run").rglob("step-00000004")
-    dcp_to_torch_save(folder, tmp_path / "whole.pt")
-    held = torch.load(tmp_path / "whole.pt", weights_only=False)
-    codes = [name for name in held["optimizer"] if name.endswith(":scale_code")]
-    assert codes
-    for name in codes:
-        held["optimizer"][name.removesuffix("_code")] = held["optimizer"].pop(name).float()
-    torch.save(held, tmp_path / "whole.pt")
-    for file in (*folder.glob("*.distcp"), folder / ".metadata"):
-        file.unlink()
-    torch_save_to_dcp(tmp_path / "whole.pt", folder)
-    with pytest.raises(AssertionError, match="has float32 scales of table rows"):
-        on_ranks(1, *JOB, str(tmp_path / "run"), 8, "int8:row", None, True)
-
-
 def test_a_share_is_a_stretch_of_the_batch() -> None:
     from loka.data.batch import Batch, Jagged
 

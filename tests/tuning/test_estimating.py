@@ -10,7 +10,7 @@ from torch import nn
 import loka
 from loka.records import load
 from loka.records.tuning import Tuning
-from loka.tuning.estimating import Estimator, Unit, _times, known_targets
+from loka.tuning.estimating import Estimator, Unit, _shipped_units, _times
 
 from .small import MARGIN, loss, make_batches, make_trained
 
@@ -112,4 +112,4 @@ def test_what_cannot_be_estimated_is_said(options: dict, said: str) -> None:
 
 
 def test_targets_are_those_that_ship() -> None:
-    assert known_targets() == [H200]
+    assert list(_shipped_units()) == [H200]

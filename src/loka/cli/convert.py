@@ -106,10 +106,11 @@ def _leaving(model: Any, patterns: list[str]) -> Any:
     from fnmatch import fnmatchcase
 
     from loka.placing.linears import candidates
+    from loka.records.prose import name_some
 
     names = [name for name, _ in candidates(model)]
     if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
-        raise ValueError(f"--keep matches no linear: {', '.join(idle)}; linears are {', '.join(names[:20])}{', ...' * (len(names) > 20)}")  # fmt: skip
+        raise ValueError(f"--keep matches no linear: {', '.join(idle)}; linears are {name_some(names, 20)}")  # fmt: skip
     return lambda _, name: not any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -201,11 +201,9 @@ def _item_bytes(dtype: str) -> int:
 @contextmanager
 def _progress() -> "Iterator[Callable[[str, int, int | None], None]]":
     """Show a progress bar on stderr, labelled with the current stage."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from loka.data.progress import make_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with make_bar(transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(stage: str, done: int, total: int | None) -> None:

@@ -22,9 +22,9 @@ import typer
 from loka.cli.places import check_folder
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress as Bar
 
-    from loka.demo.callbacks import Talk
+    from loka.data.progress import Progress
 
 TELL_EVERY = 30.0  # seconds between log lines about the same station
 _LABELS = {
@@ -108,10 +108,12 @@ def _to_json(result: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _talking() -> Iterator["Talk"]:
+def _talking() -> Iterator["Progress"]:
     """Yield a progress callback: bars in a terminal, lines in a log."""
     if sys.stderr.isatty():
-        with _progress() as bar:
+        from loka.data.progress import make_bar
+
+        with make_bar() as bar:
             yield _Talk(bar)
     else:
         yield Lines()
@@ -133,32 +135,11 @@ class Lines:
         self._station, self._told = station, now
 
 
-def _progress() -> "Progress":
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description:<34}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-
-
 class _Talk:
     """Show one bar per station, updated at most ten times a second."""
 
-    def __init__(self, bar: "Progress") -> None:
-        self._bar, self._task, self._station, self._drawn = bar, None, "", 0.0  # type: Progress, Any, str, float
+    def __init__(self, bar: "Bar") -> None:
+        self._bar, self._task, self._station, self._drawn = bar, None, "", 0.0  # type: Bar, Any, str, float
 
     def __call__(self, station: str, done: int, total: int | None) -> None:
         if station != self._station:

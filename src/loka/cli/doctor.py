@@ -157,6 +157,7 @@ def check_backends() -> list[Finding]:
     from loka.dispatch import RECIPES
     from loka.kernels import registry
     from loka.kernels.scaled_mm import MatmulCall
+    from loka.lowp.auto import spell_refusals
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings = []
@@ -169,17 +170,9 @@ def check_backends() -> list[Finding]:
                 answers[recipe.name] = registry.backend("scaled_mm", name).supports(call, device)
         able = [recipe for recipe, verdict in answers.items() if verdict]
         refused = {recipe: verdict.reason for recipe, verdict in answers.items() if not verdict}
-        detail = f"{', '.join(able)} on {device}" if able else _group(refused)
+        detail = f"{', '.join(able)} on {device}" if able else spell_refusals(refused)
         findings.append(Finding("FP8 GEMM backends", name, bool(able), detail))
     return findings
-
-
-def _group(refused: dict[str, str]) -> str:
-    """Group recipes by the reason they are not supported."""
-    by_reason: dict[str, list[str]] = {}
-    for recipe, reason in refused.items():
-        by_reason.setdefault(reason, []).append(recipe)
-    return "; ".join(f"{', '.join(recipes)}: {reason}" for reason, recipes in by_reason.items())
 
 
 def _write(findings: list[Finding]) -> str:

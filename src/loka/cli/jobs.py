@@ -3,9 +3,10 @@
 There is one for built-in ranking data sets, one for built-in sequence data sets, and one for a user's own batches.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter, signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +16,28 @@ from loka.cli.own_code import blame, call_with, quietly
 Values = Callable[[nn.Module, Any], Tensor]
 
 
-class Job(Protocol):
-    """Open the batches of one kind of data and run them through a model."""
+class Job(ABC):
+    """Opens the batches of one kind of data and runs them through a model."""
 
     data: str
-    held_out: bool  # whether "valid" and "test" hold other examples than "train"
+    held_out = True  # whether "valid" and "test" hold other examples than "train"
     metrics: Mapping[str, Values]  # one value per example, on held-out batches; the first is the default
 
+    @abstractmethod
     def open(self, split: str, epoch: int) -> Iterator[Any]:
         """Yield the batches of one pass over a split."""
-        ...
+
+    @abstractmethod
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return one loss per example of a batch."""
 
     def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the training loss, a scalar."""
-        ...
+        """Return the training loss, a scalar: by default the mean over the examples."""
+        return self._losses(model, batch).mean()
 
     def group(self, batch: Any) -> Tensor | None:
         """Return the independent unit (user, household) of every example, or None if unknown."""
-        ...
+        return None
 
 
 def per_example(losses: Tensor, count: int) -> Tensor:
@@ -42,10 +47,8 @@ def per_example(losses: Tensor, count: int) -> Tensor:
     return losses.reshape(count, -1).mean(1)
 
 
-class RankingJob:
+class RankingJob(Job):
     """A built-in ranking data set. The model is called with a whole Batch and returns logits."""
-
-    held_out = True
 
     def __init__(
         self,
@@ -79,20 +82,14 @@ class RankingJob:
             ) from error
         return per_example(self._loss(output, batch.labels), batch.size)
 
-    def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean over the examples."""
-        return self._losses(model, batch).mean()
-
     def group(self, batch: Any) -> Tensor | None:
         """Return the user of every example."""
         found: Tensor = batch.group
         return found
 
 
-class SequenceJob:
+class SequenceJob(Job):
     """A built-in sequence data set: next-item training, scored on the held-out items of every user."""
-
-    held_out = True
 
     def __init__(self, data: str, opened: Any, length: int, batch_size: int, seed: int) -> None:
         self.data, self.opened = data, opened
@@ -143,10 +140,6 @@ class SequenceJob:
         best = self._scores(model, batch, last=True)[:, 1:].topk(10, dim=1).indices + 1
         return self._mean_by_user((best[user] == item[:, None]).any(1).float(), batch, user)
 
-    def group(self, batch: Any) -> Tensor | None:
-        """Return None: there is one example per user, so all are independent."""
-        return None
-
 
 def _call(model: nn.Module, inputs: Any) -> Any:
     """Call a model with the inputs of a user's batch: a tensor, a tuple (*args) or a dict (**kwargs)."""
@@ -155,7 +148,7 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-class OwnJob:
+class OwnJob(Job):
     """A user's own batches: (inputs, targets)."""
 
     def __init__(
@@ -194,11 +187,3 @@ class OwnJob:
             ) from error
         self._fits = True
         return per_example(losses, targets.shape[0] if isinstance(targets, Tensor) and targets.dim() else 1)
-
-    def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean over the examples."""
-        return self._losses(model, batch).mean()
-
-    def group(self, batch: Any) -> Tensor | None:
-        """Return None: unknown."""
-        return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loka.data.history import Past
-from loka.data.rows import Array
+from loka.data.rows import Array, find_sorted
 from loka.data.schema import Field, Schema, SequenceField
 from loka.data.vocabulary import Vocabulary
 
@@ -151,7 +151,7 @@ def _draw_negatives(
         pick = first[open_] + (rng.random(len(open_)) * (last - first)[open_]).astype(np.int64)
         drawn = pool[pick]
         code = events.basket[line[open_]] * len(events.products) + drawn
-        hit = events.bought[np.minimum(np.searchsorted(events.bought, code), len(events.bought) - 1)] == code
+        _, hit = find_sorted(events.bought, code)
         product[open_[~hit]] = drawn[~hit]
         open_ = open_[hit]
     kept = product >= 0
@@ -255,5 +255,5 @@ def _dense_ids(codes: Array) -> tuple[Array, Array]:
 
 def _find(keys: Array, codes: Array) -> Array:
     """Return the position of each code in sorted keys; codes that never occur get a key without events."""
-    index = np.minimum(np.searchsorted(keys, codes), len(keys) - 1)
-    return np.where(keys[index] == codes, index, len(keys))
+    index, found = find_sorted(keys, codes)
+    return np.where(found, index, len(keys))

@@ -25,7 +25,7 @@ import numpy as np
 from loka.data.cache import CacheWriter
 from loka.data.faults import BadRows, DataError
 from loka.data.progress import Progress
-from loka.data.rows import Array
+from loka.data.rows import Array, find_sorted
 from loka.data.schema import Field, Schema
 from loka.data.tables import explain_bad, open_unpacked, split_lines
 
@@ -144,11 +144,8 @@ def _fit(path: Path, first: int, last: int | None, min_count: int, progress: Pro
 def _encode(codes: Array, field: int, options: Options, vocabularies: list[Array] | None) -> Array:
     if vocabularies is None:
         return _hash(codes, field, options.buckets)
-    known = vocabularies[field]
-    if not len(known):
-        return np.zeros(len(codes), np.int64)
-    index = np.minimum(np.searchsorted(known, codes), len(known) - 1)
-    return np.where(known[index] == codes, index + 1, 0)
+    index, known = find_sorted(vocabularies[field], codes)
+    return np.where(known, index + 1, 0)
 
 
 def _hash(codes: Array, field: int, buckets: int) -> Array:

@@ -63,14 +63,11 @@ def load(
         >>> data = load("complete-journey")
         >>> batch = next(data.train.batches(1024, shuffle=True, seed=0))
     """
-    entry = find_entry(name, "ranking")
-    module = import_module(entry.module)
-    chosen = _make_options(entry, module.Options, options)
-    if entry.generated and not chosen.cached:
+    build = _Build.of(name, "ranking", options)
+    if build.entry.generated and not build.chosen.cached:
         if source is not None:
             raise ValueError(f"{name} is generated; it takes no source")
-        return module.open_synthetic(chosen)  # type: ignore[no-any-return]
-    build = _Build(entry, "ranking", module.build, asdict(chosen), chosen, module)
+        return build.module.open_synthetic(build.chosen)  # type: ignore[no-any-return]
     return open_ranking(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
 
 
@@ -105,19 +102,13 @@ def load_sequences(
     """
     from loka.data.sequences import open_sequences
 
-    entry = find_entry(name, "sequences")
-    module = import_module(entry.module)
-    chosen = _make_options(entry, module.SequenceOptions, options)
-    build = _Build(entry, "sequences", module.build_sequences, asdict(chosen), chosen, module)
+    build = _Build.of(name, "sequences", options)
     return open_sequences(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
 
 
 def is_cached(name: str, kind: str, *, root: str | Path | None = None, **options: Any) -> bool:
     """Return True if there is a cache for these options. It may still be damaged, which `load` detects."""
-    entry = find_entry(name, kind)
-    module = import_module(entry.module)
-    chosen = _make_options(entry, module.Options if kind == "ranking" else module.SequenceOptions, options)
-    return cache_folder(data_root(root), name, kind, asdict(chosen)).exists()
+    return cache_folder(data_root(root), name, kind, _Build.of(name, kind, options).options).exists()
 
 
 def cache_folder(root: Path, name: str, kind: str, options: Mapping[str, Any]) -> Path:
@@ -130,10 +121,23 @@ def cache_folder(root: Path, name: str, kind: str, options: Mapping[str, Any]) -
 class _Build:
     entry: Entry
     kind: str
-    function: Any
-    options: dict[str, Any]
-    chosen: Any
-    module: Any
+    module: Any  # of the data set
+    chosen: Any  # its options
+
+    @classmethod
+    def of(cls, name: str, kind: str, given: dict[str, Any]) -> _Build:
+        entry = find_entry(name, kind)
+        module = import_module(entry.module)
+        options = module.Options if kind == "ranking" else module.SequenceOptions
+        known = {f.name: f.default for f in fields(options)}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ValueError(f"{name} has no option {unknown}; it has {known}")
+        check_options(options, given, name)
+        return cls(entry, kind, module, options(**given))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return asdict(self.chosen)
 
     def find_files(self, root: Path, source: str | Path | None) -> dict[str, Path]:
         if self.entry.generated:
@@ -207,19 +211,11 @@ def _run_build(
     writer.bad = bad
     try:
         with writer:
-            build.function(files, build.chosen, writer, progress)
+            run = build.module.build if build.kind == "ranking" else build.module.build_sequences
+            run(files, build.chosen, writer, progress)
     except failures as error:  # what polars cannot read is a fault of the raw files
         names = [str(path) for path in files.values()]
         raise DataError(f"{build.entry.name}: the raw files {names} cannot be processed: {error}") from error
-
-
-def _make_options(entry: Entry, kind: type[Any], given: dict[str, Any]) -> Any:
-    known = {f.name: f.default for f in fields(kind)}
-    unknown = sorted(given.keys() - known.keys())
-    if unknown:
-        raise ValueError(f"{entry.name} has no option {unknown}; it has {known}")
-    check_options(kind, given, entry.name)
-    return kind(**given)
 
 
 def fetch_raw(name: str, *, root: str | Path | None = None, progress: Progress = silent) -> Path:

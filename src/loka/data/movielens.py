@@ -32,7 +32,7 @@ from loka.data.cache import CacheWriter
 from loka.data.faults import BadRows, DataError
 from loka.data.history import Past
 from loka.data.progress import Progress
-from loka.data.rows import Array
+from loka.data.rows import Array, find_sorted
 from loka.data.schema import Field, Schema, SequenceField
 from loka.data.sequences import write_sequences
 from loka.data.tables import explain_bad, split_lines
@@ -241,9 +241,7 @@ def _genre_bags(
     values = vocabulary.encode(lists["genres"].explode())
     length = lists["genres"].list.len().to_numpy().astype(np.int64)
     start = np.cumsum(length) - length
-    keys, wanted = lists["movie"].to_numpy(), columns["movie"].to_numpy()
-    row = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    known = keys[row] == wanted
+    row, known = find_sorted(lists["movie"].to_numpy(), columns["movie"].to_numpy())
     return values, (np.where(known, start[row], 0), np.where(known, length[row], 0)), vocabulary.cardinality
 
 

@@ -20,6 +20,14 @@ from loka.data.batch import Batch, Jagged
 Array = npt.NDArray[Any]
 
 
+def find_sorted(keys: Array, wanted: Array) -> tuple[Array, Array]:
+    """Return a position in sorted keys for every wanted value, and whether the value is there."""
+    if not len(keys):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return index, keys[index] == wanted
+
+
 @dataclass(frozen=True)
 class Windows:
     """Ragged rows as windows into shared values: row i = values[start[i]:start[i] + length[i]]."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from loka.data.cache import CacheWriter, Manifest
 from loka.data.columns import read_ranges
 from loka.data.faults import DataError
 from loka.data.rows import Array, Windows
-
-B = TypeVar("B")
+from loka.data.stream import B, Order, Stream
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class SequenceSplit:
         if max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length}")
         return SequenceStream(
-            lambda index: self.cut(index, max_length), len(self), batch_size, shuffle=shuffle, seed=seed, epoch=epoch,
+            lambda index: self.cut(index, max_length), Order(len(self), shuffle, seed, epoch), batch_size,
             drop_last=drop_last, split=self.name, events=self.items.numel(), max_length=max_length,
         )  # fmt: skip
 
@@ -95,66 +94,25 @@ class SequenceSplit:
         )
 
 
-class SequenceStream(Generic[B]):
-    """Iterator over the batches of one epoch; the position can be saved and restored.
+class SequenceStream(Stream[B]):
+    """The batches that `cut` makes of row numbers.
 
-    Shuffled rows have an order that depends only on (seed, epoch). `drop_last` drops an incomplete batch and, with
-    `world`, rows that would make the ranks' counts differ. A saved position must match `identity`.
+    Shuffled rows have an order that depends only on (seed, epoch); they are dealt to the ranks one by one. `drop_last`
+    also drops rows that would make the ranks' counts differ.
     """
 
     def __init__(
-        self,
-        cut: Callable[[Array], B],
-        rows: int,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        epoch: int,
-        drop_last: bool,
-        rank: int = 0,
-        world: int = 1,
-        **identity: Any,
+        self, cut: Callable[[Array], B], order: Order, batch_size: int, *, drop_last: bool, **identity: Any
     ) -> None:
-        if batch_size < 1 or seed < 0 or epoch < 0 or not 0 <= rank < world:
-            raise ValueError(
-                "batch_size must be at least 1, seed and epoch not negative, rank in [0, world), "
-                f"got {batch_size}, {seed}, {epoch}, rank {rank} of {world}"
-            )
-        order = np.arange(rows)
-        if shuffle:
-            np.random.default_rng([seed, epoch]).shuffle(order)
-        self._order = order[: rows // world * world if drop_last else None][rank::world]
-        self._count = len(self._order) // batch_size * batch_size if drop_last else len(self._order)
-        self._cut, self._batch_size, self._position = cut, batch_size, 0
-        order_of = {"shuffle": shuffle, "seed": seed, "epoch": epoch, "drop_last": drop_last}
-        self._identity = {**identity, "rows": rows, "batch_size": batch_size, **order_of, "rank": rank, "world": world}
+        rows = np.arange(order.examples)
+        if order.shuffle:
+            np.random.default_rng([order.seed, order.epoch]).shuffle(rows)
+        equal = order.examples // order.world * order.world if drop_last else None
+        self._make, self._rows = cut, rows[:equal][order.rank :: order.world]
+        super().__init__(order, len(self._rows), batch_size, drop_last=drop_last, **identity)
 
-    def __len__(self) -> int:
-        return -(-self._count // self._batch_size)
-
-    def __iter__(self) -> SequenceStream[B]:
-        return self
-
-    def __next__(self) -> B:
-        if self._position >= self._count:
-            raise StopIteration
-        end = min(self._position + self._batch_size, self._count)
-        batch = self._cut(self._order[self._position : end])
-        self._position = end
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position and the identity of the stream."""
-        return {"position": self._position, **self._identity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved. Raises if it is from another stream."""
-        differing = [f"{k}: saved {state.get(k)!r}, here {v!r}" for k, v in self._identity.items() if state.get(k) != v]
-        position = state.get("position")
-        if differing or not isinstance(position, int) or not 0 <= position <= self._count:
-            raise ValueError(f"state of another stream, or a bad position {position!r}: {'; '.join(differing)}")
-        self._position = position
+    def _cut(self, start: int, stop: int) -> B:
+        return self._make(self._rows[start:stop])
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,16 @@ batches, which is what collective training needs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
 from loka.data.batch import Batch
 from loka.data.rows import Array, Rows, Source, make_batch
 
+B = TypeVar("B")
 CHUNK = 4096
 WINDOW = 16 * CHUNK
 _CHUNKS_STREAM, _ROWS_STREAM = 0, 1
@@ -67,63 +69,55 @@ class Order:
         return rng.permutation(size)
 
 
-class BatchStream:
-    """Iterator over the batches of one epoch; `state_dict` and `load_state_dict` save and restore the position."""
+class Stream(ABC, Generic[B]):
+    """Iterator over the batches of one rank's rows in one epoch; `state_dict` and `load_state_dict` save and restore
+    the position.
 
-    def __init__(self, source: Source, order: Order, batch_size: int, *, drop_last: bool = False) -> None:
+    Args:
+        order: which rows, and of which rank.
+        rows: how many of them are this rank's.
+        batch_size: rows in a batch.
+        drop_last: drop an incomplete batch.
+        identity: what else a saved position must match, as plain values that are safe for JSON.
+    """
+
+    def __init__(self, order: Order, rows: int, batch_size: int, *, drop_last: bool, **identity: Any) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self._source = source
-        self._order = order
-        self._batch_size = batch_size
-        self._drop_last = drop_last
-        self._low, high = order.bounds(equal=drop_last)
-        count = high - self._low
-        self._count = count - count % batch_size if drop_last else count
+        self._order, self._batch_size = order, batch_size
+        self._count = rows - rows % batch_size if drop_last else rows
         self._position = 0
-        self._chunks, self._ends = order.chunks()
-        self._window: tuple[int, Rows] | None = None
+        self._identity = {"batch_size": batch_size, "drop_last": drop_last, **asdict(order), **identity}
+
+    @abstractmethod
+    def _cut(self, start: int, stop: int) -> B:
+        """Make the batch of this rank's rows [start, stop), in the order of visits."""
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch, whatever the position."""
         return -(-self._count // self._batch_size)
 
-    def __iter__(self) -> BatchStream:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> B:
         if self._position >= self._count:
-            self._window = None
             raise StopIteration
-        end = min(self._position + self._batch_size, self._count)
-        pieces = []
-        while self._position < end:
-            number, offset = divmod(self._position, WINDOW)
-            rows = self._read(number)
-            taken = min(end - self._position, len(rows) - offset)
-            pieces.append(rows.take(slice(offset, offset + taken)))
-            self._position += taken
-        return make_batch(pieces)
+        stop = min(self._position + self._batch_size, self._count)
+        batch = self._cut(self._position, stop)
+        self._position = stop
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the identity of the stream, as plain values that are safe for JSON."""
-        return {
-            "position": self._position,
-            "batch_size": self._batch_size,
-            "drop_last": self._drop_last,
-            **asdict(self._order),
-            "data": self._source.fingerprint(),
-        }
+        """Return the position and the identity of the stream."""
+        return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was saved. Raises if it is from another stream."""
-        mine = self.state_dict()
-        missing = sorted(mine.keys() - state.keys())
+        missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
-            raise ValueError(f"stream state lacks {missing}; expected the keys {sorted(mine)}")
-        differing = [
-            f"{k}: saved {state[k]!r}, here {mine[k]!r}" for k in mine if k != "position" and state[k] != mine[k]
-        ]
+            raise ValueError(f"stream state lacks {missing}; expected the keys {sorted(self.state_dict())}")
+        differing = [f"{k}: saved {state[k]!r}, here {v!r}" for k, v in self._identity.items() if state[k] != v]
         if differing:
             raise ValueError(
                 "stream state belongs to another stream (" + "; ".join(differing) + "); "
@@ -133,6 +127,29 @@ class BatchStream:
         if not isinstance(position, int) or not 0 <= position <= self._count:
             raise ValueError(f"stream position must be an integer in [0, {self._count}], got {position!r}")
         self._position = position
+
+
+class BatchStream(Stream[Batch]):
+    """Iterator over the batches of one epoch; `state_dict` and `load_state_dict` save and restore the position."""
+
+    def __init__(self, source: Source, order: Order, batch_size: int, *, drop_last: bool = False) -> None:
+        self._low, high = order.bounds(equal=drop_last)
+        super().__init__(order, high - self._low, batch_size, drop_last=drop_last, data=source.fingerprint())
+        self._source = source
+        self._chunks, self._ends = order.chunks()
+        self._window: tuple[int, Rows] | None = None
+
+    def _cut(self, start: int, stop: int) -> Batch:
+        pieces, at = [], start
+        while at < stop:
+            number, offset = divmod(at, WINDOW)
+            rows = self._read(number)
+            taken = min(stop - at, len(rows) - offset)
+            pieces.append(rows.take(slice(offset, offset + taken)))
+            at += taken
+        if stop == self._count:
+            self._window = None  # a stream at its end holds no rows
+        return make_batch(pieces)
 
     def _read(self, number: int) -> Rows:
         if self._window is not None and self._window[0] == number:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from loka import records
 from loka.data import RankingData, load
-from loka.demo.callbacks import StepTalk, Talk
+from loka.data.progress import Progress as Talk
+from loka.data.progress import silent
 from loka.demo.config import DemoConfig, DemoResult
 from loka.measure.device import name_device
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
@@ -23,7 +24,7 @@ from loka.records import Comparison, Conversion, Environment, Interval, Point, P
 from loka.records.tuning import SizeEstimate, SizeEstimates, Tuning
 from loka.report import Results, write_html
 from loka.report.render import require_charts
-from loka.training import JsonlLog, TrainConfig, Trainer, find_checkpoints
+from loka.training import Callback, JsonlLog, TrainConfig, Trainer, find_checkpoints
 from loka.training.checkpoint import Snapshot, read_checkpoint
 from loka.tuning import Estimator, estimate_model, tune
 
@@ -34,8 +35,15 @@ FEW = 64  # rows of a batch that only serves to find the sizes of a model
 NUDGE = 2.0**-9  # relative size of one bf16 rounding: far below FP8's 2^-4, far above float32's 2^-24
 
 
-def _say_nothing(station: str, done: int, total: int | None) -> None:
-    """Ignore progress: the default Talk."""
+class StepTalk(Callback):
+    """Reports how far a training station is."""
+
+    def __init__(self, station: str, talk: Talk) -> None:
+        self._station, self._talk = station, talk
+
+    def on_step_end(self, trainer: Trainer, log: Any) -> None:
+        """Report one more step."""
+        self._talk(self._station, trainer.step, trainer.config.steps)
 
 
 class Demo:
@@ -57,7 +65,7 @@ class Demo:
         out: str | Path = "runs/demo",
         config: DemoConfig | None = None,
         *,
-        talk: Talk = _say_nothing,
+        talk: Talk = silent,
         command: str | None = None,
         load_data: Callable[[str], RankingData] = load,
     ) -> None:

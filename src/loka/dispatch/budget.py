@@ -153,8 +153,8 @@ def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None =
     trained model, so a site that quantizes gradients alone costs nothing here.
     """
     evidence = {site.name: site for site in report.sites}
-    told = [s for s in plan.sites if any(c.quantized and c.reason.startswith("override ") for c in s.choices)]
-    free = [site for site in plan.sites if any(c.quantized for c in site.choices) and site not in told]
+    told = [s for s in plan.sites if any(c.reason.startswith("override ") for c in s.quantized)]
+    free = [site for site in plan.sites if site.quantized and site not in told]
     effects = {site.site: _effect(evidence[site.site], site) for site in (*told, *free)}
     unknown = [site.site for site in told if effects[site.site] is None]
     if unknown:
@@ -204,7 +204,7 @@ def _restrict(plan: Plan, spent: Spent, effects: Mapping[str, float | None], bou
 
 def _reaches_metric(planned: SitePlan) -> bool:
     """Check whether a site's forward product is quantized. Gradients do not affect a trained model's output."""
-    return any(c.gemm == "fprop" and c.quantized for c in planned.choices)
+    return any(c.gemm == "fprop" for c in planned.quantized)
 
 
 def _effect(site: Site, planned: SitePlan) -> float | None:
@@ -220,8 +220,8 @@ def _saving(site: Site, planned: SitePlan, *, by_time: bool) -> float:
         return planned.low_precision_share
     return site.calls * sum(
         c.expected_microseconds * (c.expected_speedup - 1)
-        for c in planned.choices
-        if c.quantized and c.expected_microseconds is not None and c.expected_speedup is not None
+        for c in planned.quantized
+        if c.expected_microseconds is not None and c.expected_speedup is not None
     )
 
 

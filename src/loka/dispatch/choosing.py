@@ -14,6 +14,7 @@ bounded: only a paired training run would show it.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
@@ -95,6 +96,15 @@ class Looked:
     alone: dict[str, str]
     loss: float = math.nan
     by_themselves: Sequence[str] = ()
+
+    @cached_property
+    def flops(self) -> float:
+        """GEMM FLOPs of all linears in a step; they are looked at before this exists, so the sum does not change."""
+        return sum(site.flops for site in self.sites.values()) or 1.0
+
+    def share_of(self, *names: str) -> float:
+        """Return the share of linears, by name, in the GEMM FLOPs of all linears."""
+        return sum(self.sites[name].flops for name in names) / self.flops
 
 
 @dataclass(frozen=True)
@@ -193,55 +203,52 @@ class Chosen:
 
 def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
     """Offer every unit with the coarsest scales that its score allows, and give a reason for every linear kept out."""
-    total = sum(site.flops for site in looked.sites.values()) or 1.0
     kept = dict(looked.alone)
     offers: list[Offer] = []
     for unit in looked.units:
         unsafe = {}
         for name in unit.linears:
-            if why := _refuse(
-                looked.sites[name], _recipe_of_site(looked.sites[name], unit, training), limits, training
-            ):
+            site = looked.sites[name]
+            if why := _refuse(site, _recipe_of_site(site, unit, training), limits, training):
                 unsafe[name] = why
-        offers += [_offer_chain(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
+        offers += [_offer_chain(part, looked, training) for part in split_unit(unit, set(unsafe))]
         for name, why in unsafe.items():
-            offer = _offer_finer(looked.sites[name], limits, total, why.partition("; hint: margin=")[0], training)
+            offer = _offer_finer(name, looked, limits, why.partition("; hint: margin=")[0], training)
             if offer is None:
                 kept[name] = why
             else:
                 offers.append(offer)
     for name in looked.by_themselves:
-        offer = _offer_finer(looked.sites[name], limits, total, looked.alone[name], training)
+        offer = _offer_finer(name, looked, limits, looked.alone[name], training)
         if offer is not None:
             del kept[name]
             offers.append(offer)
     return Chosen(offers, kept)
 
 
-def _offer_chain(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offer:
+def _offer_chain(unit: UnitPlan, looked: Looked, training: bool) -> Offer:
     sites = [looked.sites[name] for name in unit.linears]
     harms = [site.total_harm(_recipe_of_site(site, unit, training), training=training) for site in sites]
     known = [harm for harm in harms if harm is not None]
     harm = add_in_squares(known) if known else None
-    flops = sum(looked.sites[name].flops for name in unit.linears) / total
-    return Offer(unit, "chain", harm, flops, _explain(harm))
+    return Offer(unit, "chain", harm, looked.share_of(*unit.linears), _explain(harm))
 
 
 def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> Offer:
     """Make an offer from a part of an offered chain (see `split_unit`)."""
-    made = _offer_chain(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
+    made = _offer_chain(unit, looked, training)
     return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
 
 
 def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training: bool) -> list[Offer]:
     """Split an offered chain into one offer per linear. `why` is added to their reasons."""
-    total = sum(site.flops for site in looked.sites.values()) or 1.0
-    sites = [looked.sites[name] for name in offer.unit.linears]
-    harms = [site.total_harm(recipe, training=training) for site in sites]
-    return [
-        Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}")
-        for site, harm in zip(sites, harms, strict=True)
-    ]
+    return [_offer_single(name, recipe, looked, why, training) for name in offer.unit.linears]
+
+
+def _offer_single(name: str, recipe: str, looked: Looked, why: str, training: bool) -> Offer:
+    site = looked.sites[name]
+    harm = site.total_harm(recipe, training=training)
+    return Offer(single(site), recipe, harm, looked.share_of(name), f"{recipe}: {_explain(harm)}; {why}")
 
 
 def _recipe_of_site(site: SiteLook, unit: UnitPlan, training: bool) -> str:
@@ -284,16 +291,14 @@ def _explain(harm: Interval | None) -> str:
     return "not scored; swapping decides" if harm is None else f"predicted change of the loss {harm.value:.4%}"
 
 
-def _offer_finer(site: SiteLook, limits: Limits, total: float, why: str, training: bool) -> Offer | None:
+def _offer_finer(name: str, looked: Looked, limits: Limits, why: str, training: bool) -> Offer | None:
     """Offer a linear on its own with finer scales, or return None if those are not within the limits either."""
+    site = looked.sites[name]
     if site.refusal:
         return None
     for recipe in FINER:
         if _refuse(site, recipe, limits, training) is None:
-            harm = site.total_harm(recipe, training=training)
-            return Offer(
-                single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; not in a chain ({why})"
-            )
+            return _offer_single(name, recipe, looked, f"not in a chain ({why})", training)
     return None
 
 
@@ -346,7 +351,6 @@ def to_plan_parts(
 
     `evidence` are measurements by offer name, `kept` the reasons why linears stay in high precision, by linear name.
     """
-    total = sum(site.flops for site in looked.sites.values()) or 1.0
     units = [
         msgspec.structs.replace(o.unit, evidence=evidence.get(o.name), reason=o.reason)
         for o in offers
@@ -363,7 +367,7 @@ def to_plan_parts(
             choices.append(choice_of(gemm, way, reason))
         sites.append(
             SitePlan(
-                site=name, m=max(site.rows, 1), k=site.k, n=site.n, flops_share=site.flops / total, choices=choices
+                site=name, m=max(site.rows, 1), k=site.k, n=site.n, flops_share=looked.share_of(name), choices=choices
             )
         )
     return units, sites

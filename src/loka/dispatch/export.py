@@ -51,7 +51,8 @@ def to_transformer_engine(plan: Plan) -> str:
     by_gemms: dict[tuple[str, ...], list[str]] = {}
     left_out: dict[str, str] = {}
     for site in plan.sites:
-        off: tuple[str, ...] = tuple(g for g in GEMMS if not any(c.gemm == g and c.quantized for c in site.choices))
+        low = {choice.gemm for choice in site.quantized}
+        off: tuple[str, ...] = tuple(gemm for gemm in GEMMS if gemm not in low)
         why = misaligned(site)
         if off != GEMMS and why is not None:
             left_out[site.site] = f"{why}, which TransformerEngine requires"
@@ -100,7 +101,7 @@ def ignored(plan: Plan, model: nn.Module | None = None) -> list[str]:
 
 def _find_forward_choice(site: SitePlan) -> Choice | None:
     """Return the choice of a site's forward product if it is quantized."""
-    return next((c for c in site.choices if c.gemm == "fprop" and c.quantized), None)
+    return next((c for c in site.quantized if c.gemm == "fprop"), None)
 
 
 def to_llm_compressor(plan: Plan, model: nn.Module | None = None) -> str:

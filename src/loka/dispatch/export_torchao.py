@@ -16,6 +16,7 @@ from torch import nn
 
 from loka.dispatch.recipe import RECIPES, way_of
 from loka.records import Plan, SitePlan
+from loka.records.prose import name_some
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ALIGNMENT = 16
@@ -88,7 +89,7 @@ def refuse_chains(plan: Plan) -> None:
     """Raise ValueError if a plan has chains: an export without them would be a different plan."""
     if chained := [name for unit in plan.units for name in unit.linears]:
         raise ValueError(
-            f"the plan runs {', '.join(chained[:6])} in FP8 chains, which no other tool can; hint: "
+            f"the plan runs {name_some(chained, 6)} in FP8 chains, which no other tool can; hint: "
             "report.plan(chains=False) decides every linear by itself"
         )
 
@@ -99,7 +100,7 @@ def to_torchao(plan: Plan) -> TorchaoExport:
     recipes: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for site in plan.sites:
-        if not any(c.quantized for c in site.choices):
+        if not site.quantized:
             continue
         found = next((name for name in TORCHAO_RECIPES if _matches_recipe(site, name)), None)
         why = misaligned(site)

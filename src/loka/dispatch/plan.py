@@ -37,7 +37,7 @@ def check(plan: Plan, model: nn.Module, *, modules: Mapping[str, nn.Module] | No
         if module is None:
             problems.append(f"{site.site}: the model has no such module")
         elif not isinstance(module, nn.Linear):
-            if any(choice.quantized for choice in site.choices):  # a site kept in high precision may be any module
+            if site.quantized:  # a site kept in high precision may be any module
                 problems.append(f"{site.site}: is a {type(module).__name__}, expected an nn.Linear")
         elif (module.in_features, module.out_features) != (site.k, site.n):
             seen = f"K {module.in_features}, N {module.out_features}"
@@ -50,7 +50,7 @@ def check(plan: Plan, model: nn.Module, *, modules: Mapping[str, nn.Module] | No
 
 def _check_target(plan: Plan, model: nn.Module) -> list[str]:
     """Report devices other than the plan's target. A plan made for accuracy only has no target and fits any device."""
-    if plan.target is None or not any(choice.quantized for site in plan.sites for choice in site.choices):
+    if plan.target is None or not any(site.quantized for site in plan.sites):
         return []
     devices = {p.device for p in model.parameters() if p.device.type != "meta"}
     here = {name_device(device) for device in devices}

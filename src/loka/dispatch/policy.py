@@ -45,6 +45,7 @@ from loka.dispatch.recipe import RECIPES, Recipe, choice_of, recipe_named, way_o
 from loka.dispatch.speed import DatabaseSpeeds, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
+from loka.records.prose import name_some
 
 PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
 HIGH = "high"
@@ -226,9 +227,8 @@ def _unseen_notes(report: ProbeReport) -> list[str]:
     unseen = [site.name for site in report.sites if not site.gemms and site.kept is None]
     if not unseen:
         return []
-    names = ", ".join(unseen[:6]) + (f" and {len(unseen) - 6} more" if len(unseen) > 6 else "")
     return [
-        f"not judged, and kept in high precision: {names}; no sampled step called them ({report.sampled_steps} of {report.steps} steps "
+        f"not judged, and kept in high precision: {name_some(unseen, 6)}; no sampled step called them ({report.sampled_steps} of {report.steps} steps "
         "were sampled); hint: probe more steps, or with a smaller every="
     ]
 

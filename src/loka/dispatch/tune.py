@@ -138,30 +138,27 @@ def tune(
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return TuneResult(skipped="a CUDA graph is being captured")
     here = environment or snapshot()
+
+    def time(missing: Sequence[SiteJob]) -> list[list[SiteTiming]]:
+        return timer(missing, device, repeats=repeats, seconds=seconds, distributions=distributions)
+
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        result, rows = _measure(jobs, database, device, here, timer, seconds, repeats, distributions)
+        result, rows = _measure(jobs, database, here, time)
         database.merge(rows)
         return result
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
-        answer = [_measure_to_broadcast(jobs, database, device, here, timer, seconds, repeats, distributions)]
+        answer = [_measure_to_broadcast(jobs, database, here, time)]
     dist.broadcast_object_list(answer, src=0)
     return _merge_broadcast(answer[0], database, here)
 
 
 def _measure(
-    jobs: Sequence[SiteJob],
-    database: Database,
-    device: torch.device | str,
-    here: Environment,
-    timer: Timer,
-    seconds: float,
-    repeats: int,
-    distributions: Sequence[str],
+    jobs: Sequence[SiteJob], database: Database, here: Environment, time: Timer
 ) -> tuple[TuneResult, PerformanceRows]:
     machine = machine_here(here)
     missing, known = missing_jobs(jobs, database, machine)
-    timed = timer(missing, device, repeats=repeats, seconds=seconds, distributions=distributions) if missing else []
+    timed = time(missing) if missing else []
     rows = [
         row
         for job, timings in zip(missing, timed, strict=True)
@@ -175,11 +172,11 @@ def _measure(
 
 
 def _measure_to_broadcast(
-    jobs: Sequence[SiteJob], database: Database, device: Any, here: Environment, *how: Any
+    jobs: Sequence[SiteJob], database: Database, here: Environment, time: Timer
 ) -> dict[str, Any]:
     """Measure on rank 0 and return the rows as plain values. Errors are returned too, or the other ranks would hang."""
     try:
-        result, rows = _measure(jobs, database, device, here, *how)
+        result, rows = _measure(jobs, database, here, time)
     except Exception as error:  # re-raised on every rank by `_merge_broadcast`
         return {"error": f"{type(error).__name__}: {error}"}
     machine = msgspec.to_builtins(machine_here(here))

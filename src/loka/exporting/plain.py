@@ -206,38 +206,22 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
                 problems.append(f"{chain.links[index].linear}: {reason}")
         return None if problems else PlainChain(chain, ops)
     if isinstance(module, QuantizedLinear):
-        return _check(
-            name, module.qweight, module.activation, None, module.bias, ops, module.bound.fast_accum, dtype, problems
-        )
-    if not isinstance(module, Linear):
+        bound, spec, scale, weight = module.bound, module.activation, None, module.qweight
+    elif not isinstance(module, Linear):
         return None
-    bound = module.binding.fprop
-    if bound is None:  # only its gradient GEMMs run in low precision
+    elif module.binding.fprop is None:  # only its gradient GEMMs run in low precision
         return module.restored()
-    spec, scale = bound.a, None
-    if spec.mode != "dynamic":
-        scale = _known_scale(module, spec)
-        if scale is None:
+    else:
+        bound, spec = module.binding.fprop, module.binding.fprop.a
+        scale = None if spec.mode == "dynamic" else _known_scale(module, spec)
+        if scale is None and spec.mode != "dynamic":
             problems.append(f"{name}: its {spec.mode} scale is not known yet; hint: run batches under loka.placing.calibrating(model)")  # fmt: skip
             return None
-    return _check(name, quantize_weight(module.weight.detach(), bound.b), spec, scale, module.bias, ops, bound.fast_accum, dtype, problems)  # fmt: skip
-
-
-def _check(
-    name: str,
-    weight: QTensor,
-    spec: Spec,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    ops: Ops,
-    fast_accum: bool,
-    dtype: torch.dtype,
-    problems: list[str],
-) -> nn.Module | None:
+        weight = quantize_weight(module.weight.detach(), bound.b)
     if reason := ops.refuse(spec, weight, dtype):
         problems.append(f"{name}: {reason}")
         return None
-    return PlainLinear(weight, spec, scale, bias, ops, fast_accum=fast_accum, dtype=dtype)
+    return PlainLinear(weight, spec, scale, module.bias, ops, fast_accum=bound.fast_accum, dtype=dtype)
 
 
 def _known_scale(module: Linear, spec: Spec) -> Tensor | None:

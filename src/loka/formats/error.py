@@ -138,7 +138,8 @@ def saturated_fraction(x: Tensor, q: QTensor) -> float:
     """
     finite = _same_shape(x, q).isfinite()
     # x * (1 / scale) may exceed max by a rounding error
-    limit = q.spec.format.max * _element_scale(q).double() * (1 + 2.0**-20)
+    scale = expand_scale(q.multiplier(), q.shape, q.spec.block)
+    limit = q.spec.format.max * scale.double() * (1 + 2.0**-20)
     return _share((x.detach().double().abs() > limit) & finite, finite)
 
 
@@ -164,11 +165,6 @@ def _same_shape(x: Tensor, q: QTensor) -> Tensor:
     if x.shape != q.shape:
         raise ValueError(f"x of shape {tuple(x.shape)} is not what was quantized: {tuple(q.shape)}")
     return x.detach()
-
-
-def _element_scale(q: QTensor) -> Tensor:
-    scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
-    return expand_scale(scale, q.shape, q.spec.block)
 
 
 def _share(event: Tensor, of: Tensor) -> float:

@@ -123,6 +123,11 @@ class QTensor:
         extra = 0 if self.tensor_scale is None else self.tensor_scale.nbytes
         return self.data.nbytes + self.scale.nbytes + extra
 
+    def multiplier(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return what elements are multiplied by, one number per block: the product of both levels if there are two."""
+        scale = self.scale.to(dtype)
+        return scale if self.tensor_scale is None else scale * self.tensor_scale.to(dtype)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values that this represents."""
         return dequantize(self, dtype)
@@ -381,10 +386,9 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     Example:
         >>> dequantize(quantize(x, Spec.parse("e4m3:row")), torch.bfloat16)
     """
-    scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
     elements = decode(q.data, q.spec.format)
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    values = (elements * expand_scale(scale, q.shape, q.spec.block)).clamp(-limit, limit)  # clamp keeps NaN
+    values = (elements * expand_scale(q.multiplier(), q.shape, q.spec.block)).clamp(-limit, limit)  # clamp keeps NaN
     if q.spec.format.has_inf:
         values = torch.where(elements.isinf(), elements, values)
     return values.to(dtype)

@@ -30,6 +30,7 @@ from loka.inference.weights import PackedModel, Placement
 from loka.lowp.chain import chains_of
 from loka.measure.capturing import capturing
 from loka.models.onerec import OneRec
+from loka.records.prose import name_some
 from loka.semantic_ids import Trie
 
 
@@ -70,7 +71,7 @@ class Engine:
             raise ValueError(f"the engine runs OneRec models, got {type(model).__name__}")
         if chained := [name for name, _ in chains_of(model)]:
             raise ValueError(
-                f"the engine runs linears and experts, but {', '.join(chained[:5])} run as chains; hint: "
+                f"the engine runs linears and experts, but {name_some(chained)} run as chains; hint: "
                 "revert(model), then quantize by a recipe"
             )
         self.config = config or EngineConfig()

@@ -68,54 +68,36 @@ def lse(logits: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def compiled_rms(eps: float, compiler: str | None) -> Callable[..., Tensor]:
-    """Return `rms` with this eps, compiled by `compiler` or, if None, not compiled.
-
-    eps is closed over, because numbers passed to a compiled function become symbols. Engines share the functions.
-    """
-
-    def run_rms(x: Tensor, weight: Tensor | None) -> Tensor:
-        return rms(x, weight, eps)
-
-    return _compile(run_rms, compiler, rows=1)
-
-
-@lru_cache(maxsize=64)
 def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function to h + delta and its norm with this eps, compiled as in `compiled_rms`."""
+    """Return a function to h + delta and its `rms` with this eps, see `compiled`.
+
+    eps is closed over, because numbers passed to a compiled function become symbols.
+    """
 
     def run_add_rms(h: Tensor, delta: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         h = h + delta
         return h, rms(h, weight, eps)
 
-    return _compile(run_add_rms, compiler, rows=2)
-
-
-@lru_cache(maxsize=4)
-def compiled_embed(compiler: str | None) -> Callable[..., Tensor]:
-    """Return `embed`, compiled as in `compiled_rms`."""
-    return _compile(embed, compiler, rows=2)
+    return compiled(run_add_rms, compiler, rows=2)
 
 
 @lru_cache(maxsize=64)
 def compiled_join(kind: str, eps: float, parts: int, compiler: str | None) -> Callable[..., Tensor]:
-    """Return the norm of `parts` tensors [R, S_i, d], concatenated along S, compiled as in `compiled_rms`."""
+    """Return the norm of `parts` tensors [..., S_i, d], concatenated along S, see `compiled`."""
 
     def run_join(*operands: Tensor) -> Tensor:
         *joined, weight, bias = operands
         return normalize(joined[0] if parts == 1 else torch.cat(joined, 1), kind, weight, bias, eps)
 
-    return _compile(run_join, compiler, rows=parts)
+    return compiled(run_join, compiler, rows=parts)
 
 
-@lru_cache(maxsize=4)
-def compiled_lse(compiler: str | None) -> Callable[[Tensor], Tensor]:
-    """Return `lse`, compiled as in `compiled_rms`."""
-    return _compile(lse, compiler, rows=1)
+@lru_cache(maxsize=64)
+def compiled(function: Callable[..., Any], compiler: str | None, *, rows: int) -> Callable[..., Any]:
+    """Compile a function for any number of rows, by `compiler` or, if None, not at all. Engines share the result.
 
-
-def _compile(function: Callable[..., Any], compiler: str | None, *, rows: int) -> Callable[..., Any]:
-    """Compile for any number of rows: all dimensions but the last of the first `rows` operands are dynamic."""
+    All dimensions but the last of the first `rows` operands are dynamic.
+    """
     if compiler is None:
         return function
     # torch counts recompilations by code object and raises after eight. All functions that one factory makes have the
@@ -138,7 +120,7 @@ class Glue:
 
     def __init__(self, *, fuse: bool, backends: dict[str, str], compiler: str = "inductor") -> None:
         self.backends, self.compiler = backends, compiler if fuse else None
-        self.lse, self.embed = compiled_lse(self.compiler), compiled_embed(self.compiler)
+        self.lse, self.embed = compiled(lse, self.compiler, rows=1), compiled(embed, self.compiler, rows=2)
 
     def join(self, parts: list[Tensor], norm: PackedNorm) -> Tensor:
         """Return the norm of tokens that are concatenated along their second dimension."""
@@ -166,12 +148,10 @@ class Glue:
             h, y = compiled_add_rms(norm.eps, self.compiler)(h, delta, norm.weight)
         else:
             h = h if delta is None else h + delta
-            plainly = norm.kind != "rms"
-            y = (
-                normalize(h, norm.kind, norm.weight, norm.bias, norm.eps)
-                if plainly
-                else compiled_rms(norm.eps, self.compiler)(h, norm.weight)
-            )
+            if norm.kind == "rms":
+                y = self.join([h], norm)
+            else:
+                y = normalize(h, norm.kind, norm.weight, norm.bias, norm.eps)
         x = y if spec is None else quantize(y, spec, backend=self.backends.get("quantize", "auto"))
         return x, y if plain else None, h
 

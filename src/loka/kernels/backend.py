@@ -57,6 +57,11 @@ def no(reason: str) -> Verdict:
     return Verdict(False, reason)
 
 
+def accept_every_call(call: Any, device: torch.device) -> Verdict:
+    """Return yes: the `supports` of the references, and of backends in plain torch that run every call of their op."""
+    return YES
+
+
 class Backend(Protocol):
     """The type of a backend module: these two functions, and optionally `prepare` (called through `registry.prepare`).
 

@@ -48,6 +48,7 @@ from loka.lowp.linear import Linear, linears_of
 from loka.lowp.scaling import Scaling
 from loka.nn.wrapping import unwrap
 from loka.records import GEMMS, DriftReport
+from loka.records.prose import name_some
 
 Decide = Callable[[str], LinearBinding | None]
 log = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ class Guard:
         gone += [site for site, inside in self.chained.items() if not inside.chain.placed]
         if gone:
             raise ValueError(
-                f"guarded sites that are no longer converted: {', '.join(gone[:6])}; "
+                f"guarded sites that are no longer converted: {name_some(gone, 6)}; "
                 "hint: make a new Guard after loka.revert and another conversion"
             )
         for linear in self.sites.values():
@@ -286,14 +287,12 @@ class Guard:
             raise ValueError(f"this is not the state of a Guard: {', '.join(sorted(missing))} missing")
         if unknown := sorted(state["sites"].keys() - self.sites.keys()):
             raise ValueError(
-                f"the state switched {', '.join(unknown[:6])}, which are not converted in this model; "
+                f"the state switched {name_some(unknown, 6)}, which are not converted in this model; "
                 f"guarded sites are {', '.join(self.sites)}"
             )
         opened = state.get("opened", {})
         if unknown := sorted(opened.keys() - self.chained.keys() - self.opened.keys()):
-            raise ValueError(
-                f"the state opened chains at {', '.join(unknown[:6])}, which are in no chain of this model"
-            )
+            raise ValueError(f"the state opened chains at {name_some(unknown, 6)}, which are in no chain of this model")
         for site, note in opened.items():
             if site in self.chained:
                 self._open(site, note)

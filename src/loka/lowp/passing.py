@@ -14,14 +14,17 @@ it in the graph.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from loka.kernels.activation import LEAK
+
+if TYPE_CHECKING:
+    from loka.lowp.chain_handing import HandsOn
 
 CALLS = "loka_calls"  # attribute of a caller: the mode its forward runs under
 _RELU = (F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_, F.relu_)
@@ -66,21 +69,6 @@ def draws_dropout() -> bool:
     return not _OFF
 
 
-class Handing(Protocol):
-    """The interface of a chain that `HandOn` uses, see `loka.lowp.chain_handing.HandsOn`."""
-
-    pending: Tensor | None
-
-    def meet_call(self, called: str, number: float, *, in_place: bool = False) -> Tensor:
-        """Handle a function call on `pending` and return its result. Raise if the chain expects something else."""
-
-    def forget(self) -> None:
-        """Stop passing on the chain's result."""
-
-    def leave(self, caller: nn.Module) -> None:
-        """Handle the end of a caller's forward. Raise if it left out one of the chain's functions."""
-
-
 class HandOn(TorchFunctionMode):
     """The mode that a caller's forward runs under. `chains` are those whose functions it calls."""
 
@@ -88,7 +76,7 @@ class HandOn(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.chains: list[Handing] = []
+        self.chains: list[HandsOn] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

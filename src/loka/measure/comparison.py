@@ -69,7 +69,7 @@ class Product:
 def _rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Return the elements and expanded scales of some rows in float64."""
     elements = decode_elements(q.data[start:stop], q.spec.format).double()
-    scale = q.scale.double() if q.tensor_scale is None else q.scale.double() * q.tensor_scale.double()
+    scale = q.multiplier(torch.float64)
     if q.spec.block.rows == 1:
         return elements, expand_scale(scale[start:stop], elements.shape, q.spec.block)
     expanded = expand_scale(scale, q.shape, q.spec.block)

@@ -164,10 +164,9 @@ def baseline_tolerance(dtype: torch.dtype, k: int) -> float:
 
 
 def _exact(q: QTensor, *, nominal: bool = False) -> Tensor:
-    scale = q.scale.double() if q.tensor_scale is None else q.scale.double() * q.tensor_scale.double()
     elements = decode(q.data, q.spec.format).double()
     elements = nominal_size(elements, q.spec.format) if nominal else elements
-    return elements * expand_scale(scale, q.shape, q.spec.block)
+    return elements * expand_scale(q.multiplier(torch.float64), q.shape, q.spec.block)
 
 
 def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, *, poison: bool = True) -> Conformance:
@@ -319,8 +318,7 @@ def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None
         index = tuple(int(i) for i in wrong.nonzero()[0])
         where = f"first at {list(index)}: {float(seen[index])}, between {float(low[index])} and {float(high[index])}"
         return Conformance.failed(f"{int(wrong.sum())} elements are not a neighbor of their value, {where}")
-    multiplier = down.scale if down.tensor_scale is None else down.scale * down.tensor_scale
-    exact = x.double() / expand_scale(multiplier, x.shape, spec.block).double()
+    exact = x.double() / expand_scale(down.multiplier(), x.shape, spec.block).double()
     p, worst = ((exact - low) / (high - low)).clamp(0, 1), 0.0  # NaN on the grid, where both neighbors coincide
     for side in ((p > 0) & (p < 0.5), (p > 0.5) & (p < 1)):
         due, upper = p[side], (seen == high)[side].double()

@@ -10,28 +10,15 @@ This is the reference implementation: it keeps log-probabilities in float32 and 
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from loka.models.onerec import Context, OneRec, Past, reorder
 
-
-class ValidIds(Protocol):
-    """The interface of `loka.semantic_ids.Trie`, a trie of valid ids. Node 0 is the root, -1 an invalid prefix."""
-
-    def step(self, nodes: Tensor, codes: Tensor) -> Tensor:
-        """Return the child of each node for each code, or -1."""
-        ...
-
-    def mask(self, nodes: Tensor, level: int) -> Tensor:
-        """Return which codes of the level may follow, [..., codebook]."""
-        ...
-
-    def items(self, nodes: Tensor) -> Tensor:
-        """Return the item of each leaf, -1 for other nodes."""
-        ...
+if TYPE_CHECKING:
+    from loka.semantic_ids import Trie
 
 
 @dataclass(frozen=True)
@@ -49,7 +36,7 @@ def search(
     context: Context,
     *,
     beams: int,
-    valid: ValidIds | None = None,
+    valid: "Trie | None" = None,
     normalize: Literal["codebook", "valid"] = "codebook",
 ) -> Beams:
     """Return the `beams` most probable ids of every request, or fewer if there are fewer ids."""

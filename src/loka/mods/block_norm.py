@@ -23,7 +23,6 @@ from loka.mods.journal import Fold
 from loka.mods.norms import epsilon_of, find_norms, find_width, is_rms, refuse_formula, refuse_norm
 from loka.nn import BLOCK, EPS, BlockNorm
 from loka.records.mods import ModClass
-from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class UseBlockNorm:
             lost_shift = False
         if isinstance(sinks, str):
             return f"; its gain is dropped ({sinks})", False
-        lost_shift |= has_shift and not all(_has_bias(editor, sink) for sink in sinks)
+        lost_shift |= has_shift and not all(map(editor.has_bias, sinks))
         for sink in sinks if has_shift and not lost_shift else ():
             editor.fold(Fold(f"{name}.bias", sink.site, "shift", sink.repeat))
         for sink in sinks if has_gain else ():
@@ -115,7 +114,3 @@ class UseBlockNorm:
 def _values(norm: nn.Module, attribute: str) -> Tensor | None:
     value = getattr(norm, attribute, None)
     return value.detach() if isinstance(value, Tensor) else None
-
-
-def _has_bias(editor: Editor, sink: Sink) -> bool:
-    return isinstance(editor.model.get_submodule(sink.site).bias, Tensor)

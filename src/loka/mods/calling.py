@@ -38,15 +38,8 @@ def find_callers(
     if editor.example is None:
         editor.leave("", "which products its forwards compute is not known; hint: pass example=")
         return []
-    names = {id(module): name for name, module in editor.model.named_modules()}
     running: list[str] = []
     found: dict[str, str] = {}
-
-    def enter(module: nn.Module, _: Any) -> None:
-        running.append(names[id(module)])
-
-    def leave(*_: Any) -> None:
-        running.pop()
 
     def note(why: str | None) -> str:
         name = running[-1] if running else ""
@@ -56,21 +49,53 @@ def find_callers(
             found[name] = why
         return name
 
-    try:
-        with undisturbed(editor.model), torch.no_grad(), ExitStack() as stack:
-            for module in (m for m in editor.model.modules() if not is_scripted(m)):
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(mode(note))
-            set_mode(editor.model, False)
-            call_model(editor.model, editor.example)
-    except Exception as error:  # whatever a user's forward raises
-        editor.leave("", f"the model failed on the example: {type(error).__name__}: {error}")
+    if not run_example(editor, mode(note), running):
         return []
     for name, why in found.items():
         if why:
             editor.leave(name, why)
     return [(name, module) for name, module in editor.modules() if found.get(name) == ""]
+
+
+def run_example(
+    editor: Editor, mode: TorchFunctionMode, running: list[str], enter: Callable[[str, Any], None] | None = None
+) -> bool:
+    """Run the example in eval mode, without gradients, under a torch function mode that learns whose forward is running.
+
+    Args:
+        editor: the model's editor. If the example fails, the reason is reported here.
+        mode: the mode.
+        running: holds the names of the modules whose forwards are running, the outermost first.
+        enter: called before a module's forward with its name and positional arguments.
+
+    Returns:
+        Whether the example ran to its end.
+    """
+
+    def make_hook(name: str) -> Callable[[nn.Module, Any], None]:
+        def begin(module: nn.Module, args: Any) -> None:
+            if enter is not None:
+                enter(name, args)
+            running.append(name)
+
+        return begin
+
+    def end(*_: Any) -> None:
+        running.pop()
+
+    try:
+        with undisturbed(editor.model), torch.no_grad(), ExitStack() as stack:
+            for name, module in editor.model.named_modules():
+                if not is_scripted(module):
+                    stack.callback(module.register_forward_pre_hook(make_hook(name)).remove)
+                    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+            stack.enter_context(mode)
+            set_mode(editor.model, False)
+            call_model(editor.model, editor.example)
+    except Exception as error:  # whatever a user's forward raises
+        editor.leave("", f"the model failed on the example: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def is_checkpointed(outside: Any) -> bool:

@@ -7,7 +7,7 @@ or from the model's own `example_inputs`, in eval and in training mode. With nei
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from loka.mods.branching import find_branch
 from loka.mods.encoders import has_encoders, keep_ordinary_paths
@@ -28,7 +28,7 @@ from loka.mods.journal import (
     undo_to,
 )
 from loka.nn.mixing import mix
-from loka.nn.wrapping import WRAPPER_SEGMENTS, own_parameters, plain_name
+from loka.nn.wrapping import WRAPPER_SEGMENTS, find_holder, own_parameters, plain_name
 from loka.records.mods import ModChange, ModClass, ModLeft
 from loka.units.flow import Call, Flow, Sink, Unknown, follow, prediction_linears, record
 
@@ -102,16 +102,9 @@ class Editor:
 
         This depends on the forwards from the innermost module that contains all of them down to the direct callers.
         """
-        common = sites[0].split(".")[:-1]
-        for site in sites[1:]:
-            parts = site.split(".")[:-1]
-            same = [a == b for a, b in zip(common, parts, strict=False)]
-            common = common[: same.index(False) if False in same else len(same)]
-        while common and isinstance(self.model.get_submodule(".".join(common)), (nn.ModuleList, nn.ModuleDict)):
-            common.pop()  # containers have no forward: their owner calls the children
-        frames = {
-            ".".join(site.split(".")[:count]) for site in sites for count in range(len(common), site.count(".") + 1)
-        }
+        holder = find_holder(sites, self.model)
+        depth = holder.count(".") + 1 if holder else 0
+        frames = {".".join(site.split(".")[:count]) for site in sites for count in range(depth, site.count(".") + 1)}
         for frame in sorted(frames):
             module = self.model.get_submodule(frame)
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or any(
@@ -171,6 +164,10 @@ class Editor:
         if not self._lets_through(linear, sink.site):
             return "is excluded by module_filter_fn"
         return None
+
+    def has_bias(self, sink: Sink) -> bool:
+        """Return True if the linear of a sink has a bias, into which a shift can move."""
+        return isinstance(self.model.get_submodule(sink.site).bias, Tensor)
 
     def is_tied(self, module: nn.Module) -> bool:
         """Return True if another module shares a parameter of this one."""

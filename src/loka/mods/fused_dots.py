@@ -25,6 +25,7 @@ from loka.kernels.dots.call import DTYPES
 from loka.kernels.dots.pairs import find_fault
 from loka.mods.calling import find_saving_hooks, is_checkpointed
 from loka.mods.editor import Editor
+from loka.mods.sharing import is_named_transpose
 from loka.nn.mix import multiply_pairs
 from loka.nn.sharing import Recorded, each, is_valid, take_stamp
 from loka.nn.writing import writes
@@ -33,7 +34,6 @@ from loka.units.example import call_model
 from loka.units.flow import Call, Flow
 from loka.units.undisturbed import undisturbed
 
-_TRANSPOSES = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
 _VIEWS = ("expand", "view", "_unsafe_view", "reshape", "_reshape_alias")
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 _PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -157,9 +157,7 @@ def _joins_two(out: Any, args: Any, kwargs: Any) -> bool:
 
 def is_transpose(func: Any, args: Any) -> bool:
     """Return True if a function transposes the last two dimensions of a 3-D tensor."""
-    if func in _TRANSPOSES:
-        return len(args) == 3 and bool(args[0].dim() == 3) and {args[1] % 3, args[2] % 3} == {1, 2}
-    return _is_mt(func) and bool(args[0].dim() == 3)
+    return is_named_transpose(func, args, {}) or (_is_mt(func) and bool(args[0].dim() == 3))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -20,7 +20,6 @@ from loka.mods.editor import Editor
 from loka.mods.journal import Fold
 from loka.mods.norms import find_norms, refuse_norm
 from loka.records.mods import ModClass
-from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class NoBias:
             editor.change(name, "a bias of zeros dropped", "exact")
             return
         sinks = editor.sinks(name, shift=True) if self.fold else "folding is off"
-        kept = isinstance(sinks, list) and all(self._has_bias(editor, sink) for sink in sinks)
+        kept = isinstance(sinks, list) and all(map(editor.has_bias, sinks))
         if not isinstance(sinks, list) or not kept:
             editor.drop(name, "bias")
             editor.change(name, "bias dropped", "architecture")
@@ -81,7 +80,3 @@ class NoBias:
         effect: ModClass = "rounding" if len(final) == len(sinks) and branch is None else "architecture"
         only = f"; the same function only on the path that the example took ({branch})" if branch else ""
         editor.change(name, f"bias folded into that of {into}{only}", effect)
-
-    @staticmethod
-    def _has_bias(editor: Editor, sink: Sink) -> bool:
-        return isinstance(editor.model.get_submodule(sink.site).bias, Tensor)

@@ -1,20 +1,16 @@
 """Find out on an example how the inputs of some modules are made, and let these ask for it in compiled code (`loka.lowp.origins`)."""
 
 import sys
-from contextlib import ExitStack
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from loka.lowp.origins import ORIGINS, SEEN, Joined, Origin, Origins, SeesOrigins
+from loka.mods.calling import run_example
 from loka.mods.editor import Editor
 from loka.nn.sharing import Watch
-from loka.nn.wrapping import is_scripted
 from loka.nn.writing import version_of
-from loka.units.example import call_model
-from loka.units.undisturbed import set_mode, undisturbed
 
 
 class Found(NamedTuple):
@@ -103,30 +99,13 @@ def find_origins(editor: Editor, names: list[str]) -> dict[str, Found]:
     calls: dict[str, list[tuple[Origin, list[str]] | None]] = {name: [] for name in names}
     checkpointed: set[str] = set()
 
-    def enter(name: str) -> Any:
-        def run(module: nn.Module, args: Any) -> None:
-            if name in calls:
-                calls[name].append(noting.find_unchanged(args[0] if args else None))
-            if _runs_in_checkpoint():
-                checkpointed.add(name)
-            running.append(name)
+    def enter(name: str, args: Any) -> None:
+        if name in calls:
+            calls[name].append(noting.find_unchanged(args[0] if args else None))
+        if _runs_in_checkpoint():
+            checkpointed.add(name)
 
-        return run
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    try:
-        with undisturbed(editor.model), torch.no_grad(), ExitStack() as stack:
-            for name, module in editor.model.named_modules():
-                if not is_scripted(module):
-                    stack.callback(module.register_forward_pre_hook(enter(name)).remove)
-                    stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(Watch([noting]))
-            set_mode(editor.model, False)
-            call_model(editor.model, editor.example)
-    except Exception as error:  # whatever a user's forward raises
-        editor.leave("", f"the model failed on the example: {type(error).__name__}: {error}")
+    if not run_example(editor, Watch([noting]), running, enter):
         return {}
     found = {}
     for name, seen in calls.items():

@@ -31,6 +31,7 @@ from loka.mods.registry import find_all
 from loka.mods.trial import Trial
 from loka.nn.wrapping import plain_name, unwrap
 from loka.records.mods import ModClass, ModSummary
+from loka.records.prose import name_some
 from loka.units.undisturbed import is_compiled, same_randomness
 
 APPLIED = "_loka_mod_names"
@@ -191,9 +192,7 @@ def _is_ddp(model: nn.Module) -> bool:
 def _refuse_lazy(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
     if lazy:
-        raise ValueError(
-            f"not initialized yet: {', '.join(lazy[:5])}; run the model once on a batch before applying mods"
-        )
+        raise ValueError(f"not initialized yet: {name_some(lazy)}; run the model once on a batch before applying mods")
 
 
 def refuse_converted(model: nn.Module) -> None:
@@ -201,12 +200,12 @@ def refuse_converted(model: nn.Module) -> None:
     converted = [plain_name(name) for name, module in model.named_modules() if isinstance(module, Linear)]
     if converted:
         raise ValueError(
-            f"already in low precision: {', '.join(converted[:5])}; call loka.revert(model) before applying mods"
+            f"already in low precision: {name_some(converted)}; call loka.revert(model) before applying mods"
         )
     fused = [plain_name(name) for name, _ in chains_of(model)]
     if fused:
         raise ValueError(
-            f"already fused: {', '.join(fused[:5])}; mods.revert(model), then apply all mods again with fuse last"
+            f"already fused: {name_some(fused)}; mods.revert(model), then apply all mods again with fuse last"
         )
 
 
@@ -247,9 +246,7 @@ def revert(model: nn.Module) -> int:
     fused = {name for step in journal_of(inner) if isinstance(step, PlacedUnit) for name in step.linears}
     converted += [name for name, chain in chains_of(inner) if chain.links[0].linear not in fused]
     if converted and journal_of(inner):
-        raise ValueError(
-            f"still in low precision: {', '.join(converted[:5])}; call loka.revert(model) before mods.revert"
-        )
+        raise ValueError(f"still in low precision: {name_some(converted)}; call loka.revert(model) before mods.revert")
     count = undo_to(inner)
     inner.__dict__.pop(APPLIED, None)
     if count and is_compiled(model):

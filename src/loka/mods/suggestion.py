@@ -24,6 +24,7 @@ from loka.mods.editor import FEW_OUTPUTS
 from loka.mods.feeding import NEEDS_FEEDING, Feeding
 from loka.mods.registry import MODS
 from loka.records import ProbeReport, Site, TensorStats
+from loka.records.prose import name_some
 
 HEAVY_KURTOSIS = 50.0
 FAR_FROM_ZERO = 2.0  # |mean| over std: the constant part carries more than 80 % of the energy
@@ -58,8 +59,7 @@ class Suggestion:
 
     def __str__(self) -> str:
         return (
-            f"{self.mod}: {self.why} ({len(self.sites)} site{'s' * (len(self.sites) != 1)}: "
-            f"{', '.join(self.sites[:4])}{', ...' if len(self.sites) > 4 else ''})"
+            f"{self.mod}: {self.why} ({len(self.sites)} site{'s' * (len(self.sites) != 1)}: {name_some(self.sites, 4)})"
         )
 
 

@@ -53,8 +53,8 @@ class DotProductAttention(nn.Module):
         masked_attention.load()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Add attributes that older pickles lack, and load the kernels: the next call may be compiled."""
-        super().__setstate__({"backend": "auto", "chosen": None, "refusals": {}, **state})  # type: ignore[no-untyped-call]
+        """Load the kernels: the next call may be compiled."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         masked_attention.load()
 
     def forward(

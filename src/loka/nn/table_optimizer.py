@@ -161,11 +161,6 @@ class TableOptimizer(torch.optim.Optimizer):
                     f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, "
                     f"the table's {table.data.dtype} {tuple(table.data.shape)}"
                 )
-            if table.scale_code is not None and "scale_code" not in state:
-                raise ValueError(
-                    f"{name}: the state has float32 scales of an earlier version, rows have scales of one byte; "
-                    "hint: start a new run from the checkpoint's weights, which are float32"
-                )
             table.data.copy_(state["data"])
             if table.scale_code is not None:
                 table.scale_code.copy_(state["scale_code"])

@@ -71,7 +71,7 @@ class Table(nn.Module):
         if weight.shape != (num_embeddings, embedding_dim):
             raise ValueError(f"expected weights [{num_embeddings}, {embedding_dim}], got {tuple(weight.shape)}")
         self.num_embeddings, self.embedding_dim, self.kind = num_embeddings, embedding_dim, rows
-        self.hot, self.table_name, self.backend = hot, name, backend
+        self.hot, self.backend = hot, backend
         self.stream = zlib.crc32(name.encode())
         self.anchor = nn.Parameter(torch.zeros((), device=weight.device))
         self.pending: list[Lookup] = []

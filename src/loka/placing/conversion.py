@@ -45,6 +45,7 @@ from loka.nn.wrapping import named_sites, unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
 from loka.records import Conversion, KernelBucket, Plan, UnitPlan
+from loka.records.prose import name_some
 from loka.units import place, place_tables, placed_tables, refuse_tables, release_tables
 from loka.units.example import NotCalledError, call_model, capture_example
 from loka.units.undisturbed import undisturbed
@@ -99,7 +100,7 @@ def convert(
     inner = unwrap(model)
     already = [*(name for name, _ in (*linears_of(inner), *chains_of(inner))), *placed_tables(inner)]
     if already:
-        raise ValueError(f"already converted: {', '.join(already[:5])}; call loka.revert(model) first")
+        raise ValueError(f"already converted: {name_some(already)}; call loka.revert(model) first")
     chosen = options or LinearOptions()
     if plan is not None:
         _check_plan_options(module_filter_fn, chosen)
@@ -164,7 +165,7 @@ def convert(
 def _check_level(model: nn.Module, plan: Plan) -> None:
     """Raise if the plan was made for a submodule of this model, or for a model that contains this one."""
     names = [name for unit in plan.units for name in unit.linears]
-    names += [site.site for site in plan.sites if any(choice.quantized for choice in site.choices)]
+    names += [site.site for site in plan.sites if site.quantized]
     modules = dict(named_sites(model))
     if not names or any(name in modules for name in names):
         return
@@ -238,9 +239,8 @@ def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
         notes.append(f"the plan was made with torch {there.torch}; this is {torch.__version__}: its speeds may differ")
     fast = [site.site for site in plan.sites if any(c.gemm == "wgrad" and c.fast_accum for c in site.choices)]
     if fast:  # recipes no longer ask for fast accumulation in wgrad, but an older plan runs as it is written
-        more = f" and {len(fast) - 4} more" if len(fast) > 4 else ""
         notes.append(
-            f"the plan accumulates the weight gradients of {', '.join(fast[:4])}{more} in the tensor cores, with about "
+            f"the plan accumulates the weight gradients of {name_some(fast, 4)} in the tensor cores, with about "
             "14 bits: over a large batch this may cost quality that a probe of a few rows does not show; "
             "hint: make the plan again"
         )
@@ -406,7 +406,7 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
     inner = unwrap(model)
     if packed := [name for name, module in inner.named_modules() if getattr(module, PACKED, False)]:
         raise ValueError(
-            f"{', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''}: loka.quantize kept only FP8 weights, "
+            f"{name_some(packed)}: loka.quantize kept only FP8 weights, "
             "the originals are gone; hint: load the original model again; loka.convert(..., freeze=True) can be "
             "reverted"
         )

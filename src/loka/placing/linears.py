@@ -78,7 +78,7 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
             continue
         if site is None:
             bound.kept[name] = "not in the plan"
-        elif not any(choice.quantized for choice in site.choices):
+        elif not site.quantized:
             bound.kept[name] = _reason_kept(site)
         elif reason := taken.get(name) or refuse(module):
             problems.append(f"{name}: {reason}")
@@ -113,8 +113,7 @@ def _decided_twice(model: nn.Module, plan: Plan, chained: Mapping[str, str]) -> 
     return [
         f"{site.site}: is the same module as {name}, which is in the chain {chained[name]}; expected one decision per module"
         for site in plan.sites
-        if any(choice.quantized for choice in site.choices)
-        and (name := inside.get(id(modules.get(site.site)))) is not None
+        if site.quantized and (name := inside.get(id(modules.get(site.site)))) is not None
     ]
 
 
@@ -133,11 +132,11 @@ def _sites_by_module(model: nn.Module, plan: Plan, backend: str | None, problems
 
 
 def _what_runs(site: SitePlan, backend: str | None) -> dict[str, tuple[object, ...]]:
-    return {c.gemm: (c.a, c.b, backend or c.backend, c.fast_accum) for c in site.choices if c.quantized}
+    return {c.gemm: (c.a, c.b, backend or c.backend, c.fast_accum) for c in site.quantized}
 
 
 def _emulated_gemms(site: SitePlan, device: torch.device) -> list[str]:
-    return [c.gemm for c in site.choices if c.quantized and is_emulation(c.backend, device)]
+    return [c.gemm for c in site.quantized if is_emulation(c.backend, device)]
 
 
 def _bind(site: SitePlan, backend: str | None) -> LinearBinding:
@@ -160,7 +159,7 @@ def _checkable(plan: Plan, backend: str) -> Plan:
 
 
 def _describe_override(plan: Plan, backend: str) -> str:
-    named = ", ".join(sorted({c.backend for s in plan.sites for c in s.choices if c.quantized})) or "none"
+    named = ", ".join(sorted({c.backend for s in plan.sites for c in s.quantized})) or "none"
     speeds = "" if plan.min_speedup is None else "; the plan's speed-ups were not measured with these kernels"
     return f"backend {backend!r} replaces the plan's own backends ({named}){speeds}"
 

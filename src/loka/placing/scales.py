@@ -12,6 +12,7 @@ from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.lowp.scaling import AmaxState
 from loka.nn.wrapping import unwrap
+from loka.records.prose import name_some
 
 
 def _amax_states(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
@@ -133,7 +134,7 @@ def _calibrating_linears(states: Mapping[str, AmaxState]) -> Iterator[None]:
             state.calibrated = bool(state.static > 0)
         if unseen := [name for name, state in states.items() if not state.calibrated]:
             raise ValueError(
-                f"calibration saw no finite value other than zero at {', '.join(unseen[:6])}; run more batches"
+                f"calibration saw no finite value other than zero at {name_some(unseen, 6)}; run more batches"
             )
     except BaseException:  # restore the last complete calibration, also after Ctrl-C
         for name, state in states.items():

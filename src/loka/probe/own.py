@@ -10,8 +10,6 @@ and the saturated and underflowed shares of the worse operand. In a report this 
 "chain".
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -22,6 +20,7 @@ from loka.probe.look import Look, Own
 from loka.probe.row_errors import compare_rows, lost_by_row
 from loka.probe.score import Shown, harm_from, score_operands
 from loka.probe.shown import RoundedOperands
+from loka.probe.tally import Looks
 from loka.records import GEMMS, DistributionError, Gemm, Interval
 
 _WIDTH = 8  # four sums, four errors
@@ -44,18 +43,11 @@ class _OwnOperands(RoundedOperands):
         return low.dequantize()
 
 
-class OwnTally:
-    """Score sums and errors of every look."""
+class OwnTally(Looks):
+    """Score sums and errors of every look, for each GEMM; NaN if it did not run or was not scored."""
 
     def __init__(self) -> None:
-        self._steps: list[int] = []
-        self._rows: list[Tensor] = []  # [3, 8] per look; NaN if a GEMM did not run or was not scored
-        self._nats: list[Tensor] = []
-
-    @property
-    def looks(self) -> int:
-        """Number of looks measured."""
-        return len(self._steps)
+        super().__init__(len(GEMMS), _WIDTH)
 
     def see(self, look: Look, weight: Tensor, loss: tuple[Tensor, Tensor] | None, step: int) -> None:
         """Measure one look. If the loss is unknown, only errors are measured."""
@@ -74,19 +66,15 @@ class OwnTally:
             if gemm in sums:
                 table[number, :4] = sums[gemm]
             table[number, 4:] = _measure_errors(gemm, shown, own)
-        self._steps.append(step)
-        self._rows.append(table)
-        self._nats.append(known[1].double())
+        self.add(step, table, known[1])
 
     def _later_half(self) -> tuple[Tensor, Tensor]:
-        """Return the later half of the looks in step order: float64 [looks, 3, 8], and their mean losses [looks]."""
-        order = sorted(range(self.looks), key=self._steps.__getitem__)[self.looks // 2 :]
-        return torch.stack([self._rows[i].cpu() for i in order]), torch.stack([self._nats[i].cpu() for i in order])
+        """Return the later half of the looks: float64 [looks, 3, 8], and their mean losses [looks]."""
+        tables, nats = self.read()
+        return tables[self.looks // 2 :], nats[self.looks // 2 :]
 
     def harm(self, gemm: Gemm) -> tuple[Interval, float] | None:
         """Return (harm, mean) over the later half of the looks; None if nothing was scored."""
-        if not self.looks:
-            return None
         table, nats = self._later_half()
         sums = table[:, GEMMS.index(gemm), :4]
         known = (sums[:, 0] > 0) & ~sums.isnan().any(1)
@@ -98,35 +86,12 @@ class OwnTally:
 
         A string is the reason why there is no result: an error is not finite.
         """
-        if not self.looks:
-            return None
         values = self._later_half()[0][:, GEMMS.index(gemm), 4:]
         values = values[~values[:, 2].isnan()]  # the saturated share is finite even if errors are not
         if not len(values):
             return None
         found = [(v[0], v[1], v[2], v[3]) for v in values.tolist()]
         return summarise_draws(found, range(len(found)), "rows", rows, torch.Generator().manual_seed(0))
-
-    def merge(self, other: "OwnTally") -> None:
-        """Add the looks of another rank."""
-        self._steps += other._steps
-        self._rows += other._rows
-        self._nats += other._nats
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state as tensors; empty if nothing was measured."""
-        if not self.looks:
-            return {}
-        stacked = {
-            "rows": torch.stack([row.cpu() for row in self._rows]),
-            "nats": torch.stack([n.cpu() for n in self._nats]),
-        }
-        return {"steps": torch.tensor(self._steps), **stacked}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state_dict`."""
-        self._steps = state["steps"].tolist()
-        self._rows, self._nats = list(state["rows"].clone().unbind()), list(state["nats"].clone().unbind())
 
 
 def _measure_errors(gemm: Gemm, shown: Shown, own: Own) -> Tensor:

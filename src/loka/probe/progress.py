@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from loka.data.progress import make_bar, silent
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -11,17 +13,10 @@ Progress = Callable[[str, int, int], None]
 def telling(progress: Progress | None, what: str = "evaluate") -> Iterator[Progress]:
     """Yield a function to call with (name, done, total): the caller's own, or one that draws a bar."""
     if progress is not None or not sys.stderr.isatty():
-        yield progress or _ignore
+        yield progress or silent
         return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    with make_bar(transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda name, done, total: bar.update(
             task, completed=done, total=total, description=f"{what} {name}", refresh=True
         )
-
-
-def _ignore(name: str, done: int, total: int) -> None:
-    pass

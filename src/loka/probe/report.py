@@ -10,6 +10,7 @@ from loka.dispatch import Database, Policy, make_plan
 from loka.dispatch.budget import Verify
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Gemm, Plan, ProbeReport, Site, Source
+from loka.records.prose import name_some
 
 _HEADER = ("site", "M x K x N", "FLOPs", "GEMM", "verdict", "speed", "why")
 
@@ -189,8 +190,7 @@ class Report:
         record, lines = self.record, []
         if record.unseen:
             names = [f"{part.name or 'the model itself'} ({part.type}: {part.reason})" for part in record.unseen]
-            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            lines.append(f"not looked at: {', '.join(names[:6])}{more}")
+            lines.append(f"not looked at: {name_some(names, 6)}")
         for site in record.sites:
             lines += [f"{site.name}: stays as it is: {site.kept}"] if site.kept else []
             lines += [f"{site.name}: {site.off}"] if site.off else []

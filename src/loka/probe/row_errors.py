@@ -48,8 +48,7 @@ def lost_by_row(x: Tensor, q: QTensor) -> tuple[Tensor, Tensor]:
 
     Per-row versions of `loka.formats.saturated_fraction` and `underflowed_fraction`.
     """
-    scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
-    limit = q.spec.format.max * expand_scale(scale, q.shape, q.spec.block) * (1 + 2.0**-20)
+    limit = q.spec.format.max * expand_scale(q.multiplier(), q.shape, q.spec.block) * (1 + 2.0**-20)
     size = x.abs()
     known = size < torch.inf  # False for NaN
     clipped = (size > limit) & known

@@ -18,8 +18,6 @@ Whole scatters are shrunk towards their diagonal before they are factored. With 
 so fewer rows than channels still give a matrix of full rank, and lambda vanishes like 1 / n.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -27,38 +25,6 @@ from torch import Tensor
 BLOCK = 128
 RANK = 32
 JITTER = 1e-6  # share of the mean variance added to the diagonal before Cholesky
-
-
-class Factor(Protocol):
-    """A square root of a covariance: turns standard normals into rows with that covariance."""
-
-    noise: int  # standard normals per row
-
-    def apply(self, z: Tensor) -> Tensor:
-        """Map z [count, noise] to rows [count, width]."""
-        ...
-
-    def deviation(self) -> Tensor:
-        """Return the standard deviation of every channel of the rows."""
-        ...
-
-
-class Scatter(Protocol):
-    """A sum of outer products."""
-
-    kind: str
-
-    def add(self, row: Tensor, rows: Tensor | None) -> None:
-        """Add x x^T of one row [1, width] and of all of `rows`."""
-        ...
-
-    def factor(self, count: float) -> Factor:
-        """Return a square root of the covariance S / (count - 1)."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to save, and to add across ranks."""
-        ...
 
 
 def join(row: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -149,7 +115,7 @@ class SketchedScatter:
 
 
 class CholeskyFactor:
-    """x = L z."""
+    """A square root of a covariance, x = L z: turns `noise` standard normals per row into rows with that covariance."""
 
     def __init__(self, covariance: Tensor) -> None:
         self.root = cholesky(covariance).float()
@@ -165,7 +131,7 @@ class CholeskyFactor:
 
 
 class SketchedFactor:
-    """x = F z1 + (root of its block) z2."""
+    """The same from a sketch: x = F z1 + (root of its block) z2."""
 
     def __init__(self, low_rank: Tensor, roots: Tensor, width: int) -> None:
         self._low_rank, self._roots, self._width = low_rank, roots, width
@@ -183,6 +149,10 @@ class SketchedFactor:
         """Return the standard deviation of every channel, from both parts."""
         inside = self._roots.square().sum(2).flatten()[: self._width]
         return (self._low_rank.square().sum(1) + inside).sqrt()
+
+
+Scatter = WholeScatter | SketchedScatter
+Factor = CholeskyFactor | SketchedFactor
 
 
 def shrink(covariance: Tensor, count: float) -> Tensor:

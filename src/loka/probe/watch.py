@@ -449,12 +449,11 @@ class Watch:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore the result of `state_dict`."""
         self.calls, self.rows_seen, self.largest, dgrad, self.steps, k, n = state["counts"].tolist()
-        self.needs_dgrad, self.forward_only = bool(dgrad), bool(state.get("forward_only", False))
+        self.needs_dgrad, self.forward_only = bool(dgrad), bool(state["forward_only"])
         if "whole" in state:
             self._whole = state["whole"].to(self.device, copy=True)
         self.tally.load_state_dict(select_prefix(state, "score."), self.device)
-        if own := select_prefix(state, "own."):
-            self.own.load_state_dict(own)
+        self.own.load_state_dict(select_prefix(state, "own."))
         if (k, n) == (0, 0):
             return
         if self.learned is None:
@@ -466,7 +465,7 @@ class Watch:
         calls, rows_seen, largest, dgrad, steps, k, n = state["counts"].tolist()
         if not calls:
             return
-        forward_only = bool(state.get("forward_only", False))
+        forward_only = bool(state["forward_only"])
         if forward_only and self.calls and not self.forward_only:
             return
         if self.forward_only and not forward_only:
@@ -482,10 +481,9 @@ class Watch:
         theirs = Tally(self.tally.recipes)
         theirs.load_state_dict(select_prefix(state, "score."), self.device)
         self.tally.merge(theirs)
-        if own := select_prefix(state, "own."):
-            chained = OwnTally()
-            chained.load_state_dict(own)
-            self.own.merge(chained)
+        chained = OwnTally()
+        chained.load_state_dict(select_prefix(state, "own."))
+        self.own.merge(chained)
         self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen
         self.largest, self.steps = max(self.largest, largest), max(self.steps, steps)
         self.needs_dgrad |= bool(dgrad)

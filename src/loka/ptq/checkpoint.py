@@ -33,6 +33,7 @@ from loka.ptq.chains import narrowed, restore_chains, take_weights, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module
 from loka.ptq.quantizing import Summary
 from loka.records import Quantized, from_json, replacing, to_json
+from loka.records.prose import name_some
 
 SCHEMA = 1
 KIND = "quantized_model"
@@ -80,7 +81,7 @@ def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) 
     if unpacked:
         what = "with fixed scales" if chains else "in a chain or with fixed scales"
         raise ValueError(
-            f"{', '.join(sorted(unpacked)[:5])}: runs {what}, which this file cannot hold; hint: "
+            f"{name_some(sorted(unpacked))}: runs {what}, which this file cannot hold; hint: "
             "keep the plan (plan.save) and the 16-bit weights, and convert where they are loaded"
         )
 

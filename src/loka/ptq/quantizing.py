@@ -45,6 +45,7 @@ from loka.probe.swapping import Switchable, swap
 from loka.ptq.chains import describe_chains, is_wide, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
+from loka.records.prose import name_some
 from loka.units import Unknown
 from loka.units import record as record_flow
 from loka.units.example import call_model
@@ -215,7 +216,7 @@ def _check(
         raise ValueError("the model is itself a linear and cannot be swapped in place; wrap it in nn.Sequential")
     done = [n for n, m in model.named_modules() if isinstance(m, QuantizedLinear | QuantizedExperts)]
     if done:
-        raise ValueError(f"already quantized: {', '.join(done[:5])}; quantize the original, or load it again")
+        raise ValueError(f"already quantized: {name_some(done)}; quantize the original, or load it again")
     if not any(True for _ in candidates(model)):
         raise ValueError(f"{type(model).__name__} has no nn.Linear and no GroupedLinear: nothing to quantize")
     if isinstance(recipe, Plan) and (score is not None or widen or keep or allowed is not None):
@@ -246,9 +247,7 @@ def _decide(
 ) -> _Decided:
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(
-                f"keep={pattern!r} matches no site; sites are {', '.join(list(found)[:8])}{', ...' * (len(found) > 8)}"
-            )
+            raise ValueError(f"keep={pattern!r} matches no site; sites are {name_some(list(found), 8)}")
     made, taken = _Decided({}, {}, {}), {**spoken_for(model), **read}
     for name, module in found.items():
         experts = isinstance(module, GroupedLinear)

@@ -64,9 +64,14 @@ class SitePlan(Part, frozen=True):
             raise ValueError(f"{self.site}: flops_share is {self.flops_share:g}, expected a share from 0 to 1")
 
     @property
+    def quantized(self) -> list[Choice]:
+        """The choices that run in low precision."""
+        return [choice for choice in self.choices if choice.quantized]
+
+    @property
     def low_precision_share(self) -> float:
         """The part of `flops_share` that runs in low precision. A linear's GEMMs have equal FLOPs."""
-        return self.flops_share * sum(c.quantized for c in self.choices) / len(self.choices) if self.choices else 0.0
+        return self.flops_share * len(self.quantized) / len(self.choices) if self.choices else 0.0
 
 
 class Seal(Part, frozen=True):
@@ -128,7 +133,7 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
                     raise ValueError(f"{name} is in two units, {owner[name]} and {unit.name}")
                 owner[name] = unit.name
         for site in self.sites:
-            if site.site in owner and (own := [choice.gemm for choice in site.choices if choice.quantized]):
+            if site.site in owner and (own := [choice.gemm for choice in site.quantized]):
                 raise ValueError(
                     f"{site.site} is decided twice: it is in the unit {owner[site.site]}, and `sites` has a low-precision "
                     f"choice for its {', '.join(own)}; expected one decision per linear; hint: take the linear out of "

@@ -1,5 +1,6 @@
 """Plans as readable text: summaries, the differences between two plans, and why a site runs what it runs; errors."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ _SETTINGS = (
 def spell_error(error: BaseException) -> str:
     """Describe an exception in one line of at most 300 characters of its message, for reasons in records."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def name_some(names: Sequence[str], most: int = 5) -> str:
+    """List the first names and count the others: `a, b and 3 more`."""
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def spell(choice: "Choice") -> str:
@@ -59,11 +66,14 @@ def _diff_units(before: "Plan", after: "Plan") -> list[str]:
         {**{unit.name: spell_unit(unit) for unit in plan.units}, **{part.name: spell_part(part) for part in plan.parts}}
         for plan in (before, after)
     )
-    names = [*old, *(name for name in new if name not in old)]
-    changed = [
-        (name, old.get(name, "absent"), new.get(name, "absent")) for name in names if old.get(name) != new.get(name)
-    ]
-    return [f"~ unit {name}: {was} => {now}" for name, was, now in changed]
+    return [f"~ unit {name}: {was} => {now}" for name, was, now in _find_changes(old, new)]
+
+
+def _find_changes(old: dict[str, str], new: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Return (name, before, after) of what differs; what is on one side only is absent on the other."""
+    names = dict.fromkeys([*old, *new])
+    pairs = ((name, old.get(name, "absent"), new.get(name, "absent")) for name in names)
+    return [(name, was, now) for name, was, now in pairs if was != now]
 
 
 def spell_unit(unit: "UnitPlan") -> str:
@@ -104,10 +114,8 @@ def _diff_site(before: "SitePlan", after: "SitePlan", old_plan: "Plan", new_plan
     if old_plan.unit_of(before.site) or new_plan.unit_of(after.site):  # a unit decides for its linears
         was, now = _spell_site(before, old_plan), _spell_site(after, new_plan)
         return lines if was == now else [*lines, f"~ {before.site}: {was} -> {now}"]
-    old, new = ({c.gemm: spell(c) for c in site.choices} for site in (before, after))
-    gemms = [*old, *(g for g in new if g not in old)]
-    changed = [(g, old.get(g, "absent"), new.get(g, "absent")) for g in gemms if old.get(g) != new.get(g)]
-    return [*lines, *(f"~ {before.site} {gemm}: {was} -> {now}" for gemm, was, now in changed)]
+    old, new = ({str(c.gemm): spell(c) for c in site.choices} for site in (before, after))
+    return [*lines, *(f"~ {before.site} {gemm}: {was} -> {now}" for gemm, was, now in _find_changes(old, new))]
 
 
 def explain(plan: "Plan", site: str) -> str:
@@ -117,12 +125,7 @@ def explain(plan: "Plan", site: str) -> str:
     if planned is None:
         part = next((p for p in plan.parts if p.name == site), None)
         if part is not None:
-            lines = [
-                f"{site}: {spell_part(part)}",
-                f"    because {part.reason or 'it was asked for, without evidence'}",
-            ]
-            lines += _explain_evidence(part.evidence)
-            return "\n".join([*lines, *(f"    refused {refusal}" for refusal in part.refusals)])
+            return "\n".join([f"{site}: {spell_part(part)}", *_explain_reasons(part)])
         if unit is not None:
             return "\n".join([*_explain_unit(unit), *(f"  note: {note}" for note in plan.notes)])
         parts = [part.name for part in plan.parts]
@@ -161,11 +164,12 @@ def _explain_numbers(choice: "Choice") -> list[str]:
 
 def _explain_unit(unit: "UnitPlan") -> list[str]:
     """Describe what a unit runs, why, its measurements, and the refused alternatives."""
-    lines = [
-        f"  in the unit {unit.name}: {spell_unit(unit)}",
-        f"    because {unit.reason or 'it was asked for, without evidence'}",
-    ]
-    return [*lines, *_explain_evidence(unit.evidence), *(f"    refused {refusal}" for refusal in unit.refusals)]
+    return [f"  in the unit {unit.name}: {spell_unit(unit)}", *_explain_reasons(unit)]
+
+
+def _explain_reasons(part: "UnitPlan | TablePlan | CollectivePlan") -> list[str]:
+    because = f"    because {part.reason or 'it was asked for, without evidence'}"
+    return [because, *_explain_evidence(part.evidence), *(f"    refused {refusal}" for refusal in part.refusals)]
 
 
 def _explain_evidence(known: "UnitEvidence | None") -> list[str]:

@@ -22,7 +22,7 @@ def name_report(results: Results) -> str:
 def count_converted(plan: Plan) -> int:
     """Return the number of sites of a plan that are in a chain, or of which any GEMM runs in low precision."""
     chained = plan.chained
-    return sum(site.site in chained or any(choice.quantized for choice in site.choices) for site in plan.sites)
+    return sum(site.site in chained or bool(site.quantized) for site in plan.sites)
 
 
 def write_headline(results: Results) -> str:

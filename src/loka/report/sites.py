@@ -266,7 +266,7 @@ def write_memory(results: Results) -> str:
     plan, probe = results.plan, results.probe
     if plan is None or probe is None or plan.chained:  # what a chain saves does not follow from these shapes
         return ""
-    low = {s.site for s in plan.sites if {c.gemm for c in s.choices if c.quantized} >= {"fprop", "wgrad"}}
+    low = {s.site for s in plan.sites if {c.gemm for c in s.quantized} >= {"fprop", "wgrad"}}
     sizes = {site.name: site.m * site.k for site in probe.sites}
     before = 2 * sum(sizes.values())
     after = sum(size * (1 if name in low else 2) for name, size in sizes.items())

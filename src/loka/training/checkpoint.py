@@ -178,6 +178,13 @@ def write_best(folder: Path, best: dict[str, Any]) -> None:
     _flush(folder)
 
 
+def keep_best(folder: Path, step: int, best: dict[str, Any] | None, *, keep: int) -> None:
+    """After the checkpoint of a step was written: point to it if it is the best, and delete what is not kept."""
+    if best is not None and best["step"] == step:
+        write_best(folder, best)
+    prune(folder, keep=keep, protect=None if best is None else best["step"])
+
+
 def read_best(folder: Path) -> Path:
     """Find the best checkpoint of a run, by its monitored metric.
 
@@ -257,7 +264,4 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         self.last = write_checkpoint(self.folder, snapshot)
-        best = snapshot.state["monitor"]["best"]
-        if best is not None and best["step"] == snapshot.step:
-            write_best(self.folder, best)
-        prune(self.folder, keep=self.keep, protect=None if best is None else best["step"])
+        keep_best(self.folder, snapshot.step, snapshot.state["monitor"]["best"], keep=self.keep)

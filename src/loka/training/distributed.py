@@ -26,7 +26,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
@@ -40,14 +40,14 @@ from torch import Tensor, nn
 from loka.comms import Agreement, RankError, StepClock
 from loka.comms.placement import clock_of, wire_of
 from loka.data.batch import Jagged
-from loka.nn.tables import Table
 from loka.records import Conversion, Plan, to_json
-from loka.training.checkpoint import prune, read_best, remove_leftovers, step_of, write_best
+from loka.records.prose import name_some
+from loka.training.checkpoint import keep_best, read_best, remove_leftovers, step_of
 from loka.training.config import TrainConfig
 from loka.training.result import NonFiniteLossError, TrainResult
 from loka.training.sequence import SequenceTask
 from loka.training.sharding import Distribution, spread_model
-from loka.training.snapshot import describe_run, restore_run, seed_everything
+from loka.training.snapshot import describe_run, find_nonfinite, restore_run, seed_everything
 from loka.training.stream import EpochStream, TrainData
 from loka.training.trainer import Trainer
 
@@ -246,7 +246,7 @@ class DistributedTrainer(Trainer):
             return
         assert self.folder is not None
         with self._paused():
-            bad = [name for name, tensor in _local_tensors(self.module) if not bool(tensor.isfinite().all())]
+            bad = find_nonfinite(self.module)
             if self.ranks.any(bool(bad), self.device):
                 raise NonFiniteLossError(
                     f"weights of {bad[:5] or 'another rank'} are not finite after step {self.step}; nothing was saved"
@@ -271,10 +271,7 @@ class DistributedTrainer(Trainer):
             (temporary / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
             temporary.replace(final)
-            best = self.monitor.best
-            if best is not None and best["step"] == self.step:
-                write_best(self.folder, best)
-            prune(self.folder, keep=self.config.keep, protect=None if best is None else best["step"])
+            keep_best(self.folder, self.step, self.monitor.best, keep=self.config.keep)
         dist.barrier()
 
     def _essentials(self) -> dict[str, Any]:
@@ -305,21 +302,14 @@ class DistributedTrainer(Trainer):
                             optimizer.state[parameter] = {"step": step, **moments}
 
     def _load_tensors(self, path: Path, *, optimizer: bool = True) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         tensors = self._tensors()
         state = tensors.pop("optimizer")
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        if optimizer and any(key.startswith("optimizer.") and key.endswith(":scale") for key in stored):
-            raise ValueError(
-                f"{path} has float32 scales of table rows, of an earlier version; rows have scales of one byte now; "
-                "hint: start a new run from its weights, which are float32"
-            )
-        if not optimizer:
-            tensors.pop("tables", None)
         if optimizer:  # copies: a table's codes are also its weight, and loading the weight would round them again
             tensors["optimizer"] = {name: tensor.clone() for name, tensor in state.items()}
+        else:
+            tensors.pop("tables", None)
         load(tensors, checkpoint_id=path)
         self.module.load_state_dict(tensors["model"])
         if optimizer:
@@ -344,13 +334,6 @@ class DistributedTrainer(Trainer):
         seed_everything(hash((self.config.seed, self.ranks.rank, self.step)) % 2**63)
 
 
-def _local_tensors(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
-    """Return the tensors that this rank holds, table by table and shard by shard."""
-    named = [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in model.named_parameters()]
-    tables = [(name, part) for name, m in model.named_modules() if isinstance(m, Table) for part in m.witnesses()]
-    return [(name, tensor.detach()) for name, tensor in [*named, *tables]]
-
-
 def _convert(model: nn.Module, plan: Plan | None, recipe: str | None, device: torch.device) -> Conversion | None:
     """Check that all ranks have the same plan or recipe, and apply it to the distributed model."""
     if plan is None and recipe is None:
@@ -362,7 +345,7 @@ def _convert(model: nn.Module, plan: Plan | None, recipe: str | None, device: to
     done = convert(model, plan, recipe=recipe)
     if remembered := sorted(scale_state(model)):
         raise ValueError(
-            f"{', '.join(remembered[:5])}: delayed scales differ between ranks, so a checkpoint could not be resumed with another number of ranks; "
+            f"{name_some(remembered)}: delayed scales differ between ranks, so a checkpoint could not be resumed with another number of ranks; "
             "hint: a plan with dynamic scales and without chains"
         )
     return done

@@ -21,6 +21,7 @@ from torch import Tensor
 from loka.data.batch import Jagged
 from loka.data.rows import Array
 from loka.data.sequences import SequenceSplit, SequenceStream
+from loka.data.stream import Order
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,8 @@ class SequenceExamples:
         self, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, rank: int, world: int, epoch: int
     ) -> SequenceStream[SequenceExampleBatch]:
         """Return one epoch of this rank's share."""
-        return SequenceStream(
-            self.cut, len(self), batch_size, shuffle=shuffle, seed=seed, epoch=epoch, drop_last=drop_last, rank=rank,
-            world=world,
-        )  # fmt: skip
+        order = Order(len(self), shuffle, seed, epoch, rank, world)
+        return SequenceStream(self.cut, order, batch_size, drop_last=drop_last)
 
     def cut(self, index: Array) -> SequenceExampleBatch:
         """Build the batch of some examples."""

@@ -124,14 +124,14 @@ def restore_newest(trainer: Trainer, found: list[Path], *, fallback: bool) -> tu
 
 
 def find_nonfinite(model: nn.Module) -> list[str]:
-    """Return the names of parameters with NaN or infinite values, in one pass without a buffer of a table's size."""
-    named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.numel()]
-    named += [
-        (f"{name}.weight", part)
-        for name, table in model.named_modules()
-        if isinstance(table, Table)
-        for part in table.witnesses()
-    ]
+    """Return the names of parameters with NaN or infinite values, in one pass without a buffer of a table's size.
+
+    Of a sharded model, this rank's shards are looked at.
+    """
+    local = [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in model.named_parameters()]
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, Table)]
+    local += [(f"{name}.weight", part) for name, table in tables for part in table.witnesses()]
+    named = [(name, tensor) for name, tensor in local if tensor.numel()]
     if not named:
         return []
     with torch.no_grad():

@@ -302,11 +302,6 @@ def _count_rows(model: nn.Module, example: Any) -> dict[str, int]:
     return rows
 
 
-def known_targets() -> list[str]:
-    """Return the names of the devices that units were measured on."""
-    return list(_shipped_units())
-
-
 @cache
 def _shipped_units() -> dict[str, list[tuple[Unit, float]]]:
     folder: Any = files("loka.tuning") / "measured"

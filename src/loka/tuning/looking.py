@@ -22,6 +22,7 @@ from loka.probe.offset import find_offsets
 from loka.probe.score import SCORED, Shown, harm_from, score_look
 from loka.probe.unseen import find_unseen
 from loka.records import Gemm
+from loka.records.prose import name_some
 from loka.tuning.task import Task
 from loka.units import discover, measuring
 from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
@@ -100,10 +101,7 @@ def describe_unseen_products(model: nn.Module) -> list[str]:
             hint = "; hint: replace it by an nn.Linear with the transposed weight" if kind == "Conv1D" else ""
             reasons.setdefault(f"a {kind} is not converted here{hint}", []).append(name)
     return [
-        (
-            "not observed, and not counted in the FLOPs of these units: "
-            f"{', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}"
-        )
+        f"not observed, and not counted in the FLOPs of these units: {name_some(names, 4)}: {why}"
         for why, names in reasons.items()
     ]
 

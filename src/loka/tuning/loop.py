@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka import mods as mods_room
+from loka.data.progress import Progress as Told
 from loka.dispatch.margin import MARGIN
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
@@ -29,11 +30,12 @@ from loka.nn.wrapping import unwrap
 from loka.placing import convert
 from loka.probe.chains import find_collective
 from loka.probe.weights import is_sharded
+from loka.records.prose import name_some
 from loka.report.render import require_charts
 from loka.tuning.call import Call
 from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
-from loka.tuning.progress import Progress, Told
+from loka.tuning.progress import Progress
 from loka.tuning.session import Session
 from loka.tuning.task import MakeOptimizer, Step, Task, check_arity
 from loka.tuning.tuned import Tuned
@@ -179,7 +181,7 @@ def _check_model(model: nn.Module) -> None:
     """Raise if a model is already converted, or has weights without shape, values or gradients, or only a part of them."""
     converted = [*(name for name, _ in linears_of(model)), *(name for name, _ in chains_of(model))]
     if converted:
-        raise ValueError(f"already converted: {', '.join(converted[:5])}; call loka.revert(model) first")
+        raise ValueError(f"already converted: {name_some(converted)}; call loka.revert(model) first")
     if isinstance(model, torch.jit._script.RecursiveScriptModule):
         raise ValueError(
             "the model is run by TorchScript, so none of its linears can be replaced; hint: tune the module that it "
@@ -187,15 +189,15 @@ def _check_model(model: nn.Module) -> None:
         )
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
-        raise ValueError(f"{', '.join(lazy[:5])} have no shape yet; hint: run the model on one batch and train it before tuning it")  # fmt: skip
+        raise ValueError(f"{name_some(lazy)} have no shape yet; hint: run the model on one batch and train it before tuning it")  # fmt: skip
     if unused := [name for name, p in model.named_parameters() if p.is_inference()]:
         raise ValueError(
-            f"{', '.join(unused[:5])}: made under torch.inference_mode, so they cannot have gradients; hint: "
+            f"{name_some(unused)}: made under torch.inference_mode, so they cannot have gradients; hint: "
             "make the model outside of it, then load_state_dict"
         )
     if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
         raise ValueError(
-            f"{', '.join(sharded[:5])}: sharded over ranks, so this rank cannot measure them; hint: "
+            f"{name_some(sharded)}: sharded over ranks, so this rank cannot measure them; hint: "
             "tune the model before fully_shard, then loka.convert(model, plan) on every rank"
         )
     if (why := find_collective(model)) and dist.get_world_size() > 1:
@@ -205,7 +207,7 @@ def _check_model(model: nn.Module) -> None:
         )
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ValueError(
-            f"{', '.join(empty[:5])}: on the meta device, without values; hint: model.to_empty(device=...) and "
+            f"{name_some(empty)}: on the meta device, without values; hint: model.to_empty(device=...) and "
             "load_state_dict first"
         )
 
@@ -238,7 +240,7 @@ def _check_training(model: nn.Module, steps: Any, target: str, optimizer: Any) -
     sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
     if steps and optimizer is None and sparse:
         raise ValueError(
-            f"train={steps}: {', '.join(sparse[:5])} has sparse gradients, which AdamW does not support; hint: "
+            f"train={steps}: {name_some(sparse)} has sparse gradients, which AdamW does not support; hint: "
             "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=...)"
         )
 

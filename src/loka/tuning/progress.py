@@ -2,11 +2,12 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Told = Callable[[str, int, int | None], None]
+from loka.data.progress import Progress as Told
+from loka.data.progress import make_bar
 
 
 class Progress:
@@ -49,22 +50,10 @@ class Progress:
             print(f"loka tune: {text}", file=sys.stderr)
 
     def _open(self, name: str) -> None:
-        if not self.show:
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        columns = (
-            TextColumn("{task.description:20}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = Bar(*columns, console=Console(stderr=True), transient=False)
-        self._bar.start()
-        self._task = self._bar.add_task(name, total=None)
+        if self.show:
+            self._bar = make_bar()
+            self._bar.start()
+            self._task = self._bar.add_task(name, total=None)
 
     def _close(self) -> None:
         if self._bar is not None:

@@ -310,18 +310,16 @@ def _describe(selection: Selection) -> list[TunedUnit]:
             )
         )  # fmt: skip
     offered = {name for o in selection.chosen.offers for name in o.unit.linears}
-    total = sum(s.flops for s in sites.values()) or 1.0
     for name, why in kept.items():
         if name not in offered:
-            site = sites[name]
             rows.append(
                 TunedUnit(
                     name=name,
                     linears=[name],
                     way="high",
-                    flops_share=site.flops / total,
+                    flops_share=selection.looked.share_of(name),
                     reason=why,
-                    alarms=[a.text for a in site.alarms[:2]],
+                    alarms=[a.text for a in sites[name].alarms[:2]],
                 )
             )
     return rows

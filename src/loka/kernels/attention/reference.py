@@ -18,13 +18,9 @@ Rows are padded to [B, L] and masked: this backend is written for clarity, not f
 import torch
 from torch import Tensor
 
-from loka.kernels.attention.call import AttentionCall
-from loka.kernels.backend import YES, Verdict
+from loka.kernels.backend import accept_every_call
 
-
-def supports(call: AttentionCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(

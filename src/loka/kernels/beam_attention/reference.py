@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor, Spec, quantize
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
+from loka.kernels.backend import accept_every_call
 
-
-def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:

@@ -258,7 +258,7 @@ def attend(
 
 
 def ancestors(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, scale: float, *, keep: bool, fp8: bool, pow2: bool
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, scale: float, keep: bool, fp8: bool, pow2: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to ancestors; return the result and its scales (empty if not `fp8`).
 

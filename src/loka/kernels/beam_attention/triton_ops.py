@@ -32,16 +32,11 @@ def _(q, k, v, lengths, scale):  # type: ignore[no-untyped-def]
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@torch_op("ancestor_attention", mutates=("keys", "values"))
-def ancestor_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, scale: float, keep: bool, fp8: bool, pow2: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `triton_kernels.ancestors`."""
-    return kernels.ancestors(q, k, v, keys, values, ancestors, scale, keep=keep, fp8=fp8, pow2=pow2)
+ancestor_attention = torch_op("ancestor_attention", mutates=("keys", "values"))(kernels.ancestors)
 
 
 @fake_of(ancestor_attention)
-def _(q, k, v, keys, values, ancestors, scale, keep, fp8, pow2):  # type: ignore[no-untyped-def]
+def _(q, k, v, keys, values, table, scale, keep, fp8, pow2):  # type: ignore[no-untyped-def]
     requests, beams, heads, d = q.shape
     if not fp8:
         return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(0, dtype=torch.float32)

@@ -7,13 +7,9 @@ dx[b, i] = sum over the pairs p that contain i of dy[b, p] x[b, the other vector
 import torch
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.dots.call import DotsCall
+from loka.kernels.backend import accept_every_call
 
-
-def supports(call: DotsCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

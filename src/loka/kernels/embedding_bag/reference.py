@@ -3,14 +3,10 @@
 import torch
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.embedding_bag.call import BagCall
+from loka.kernels.backend import accept_every_call
 from loka.kernels.embedding_bag.rows import Rows
 
-
-def supports(call: BagCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(

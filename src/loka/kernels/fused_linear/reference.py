@@ -17,7 +17,7 @@ from torch import Tensor
 from loka.formats import QTensor, Spec, block_amax, quantize
 from loka.formats.spec import TENSOR
 from loka.kernels.activation import activate, activation_slope
-from loka.kernels.backend import YES, Verdict
+from loka.kernels.backend import accept_every_call
 from loka.kernels.dropout import Dropout, dropped, factor_of
 from loka.kernels.fused_linear.call import (
     NORMALIZED,
@@ -36,10 +36,7 @@ from loka.kernels.fused_linear.call import (
 )
 from loka.kernels.fused_linear.launch import Launch
 
-
-def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
-    """Support every call: this is emulation."""
-    return YES
+supports = accept_every_call
 
 
 def _block_mean(x: Tensor, block: int) -> Tensor:

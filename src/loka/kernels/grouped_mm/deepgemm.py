@@ -34,11 +34,7 @@ def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) ->
         return no(f"writes torch.bfloat16 only, not {call.out_dtype}")
     if call.k % 128 or call.n % 64:
         return no(f"wants K a multiple of 128 and N of 64, got {call.k} -> {call.n}")
-    scales = float_scales(call.a, call.b)
-    if not scales:
-        return scales
-    gpu = fp8_gpu(device, (9, 0), only=9)
-    return library("deep_gemm", "deepgemm") if gpu else gpu
+    return float_scales(call.a, call.b) and fp8_gpu(device, (9, 0), only=9) and library("deep_gemm", "deepgemm")
 
 
 def spread(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:

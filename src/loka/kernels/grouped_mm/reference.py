@@ -16,14 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loka.formats import QTensor, Spec, quantize
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, Permutation, SwigluCall
+from loka.kernels.backend import accept_every_call
+from loka.kernels.grouped_mm.call import Permutation
 from loka.kernels.op import fake_of, torch_op
 
-
-def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(

@@ -36,8 +36,7 @@ def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) ->
         return no(f"multiplies e4m3 with row scales, not {call.a} @ {call.b}")
     if call.k % 16 or call.n % 16:
         return no(f"wants widths that are multiples of 16 in FP8, got {call.k} -> {call.n}")
-    scales = float_scales(call.a, call.b)
-    return fp8_gpu(device, (9, 0), only=9) if scales else scales
+    return float_scales(call.a, call.b) and fp8_gpu(device, (9, 0), only=9)
 
 
 def run(

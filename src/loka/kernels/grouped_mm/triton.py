@@ -37,7 +37,7 @@ def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) ->
         )
     else:
         answer = _can_multiply(call)
-    return triton_runs_on(device) if answer else answer
+    return answer and triton_runs_on(device)
 
 
 def _can_multiply(call: GroupedCall) -> Verdict:

@@ -359,7 +359,7 @@ def gemm_swiglu(
     return out, cs
 
 
-def swiglu(h: Tensor, *, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Tensor]:
+def swiglu(h: Tensor, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Tensor]:
     """Return [M, F] and its scales: one per row (`whole`) or per 128 columns; empty if not `fp8`."""
     m, f = h.shape[0], h.shape[1] // 2
     out = aligned(m, f, torch.float8_e4m3fn, h.device) if fp8 else torch.empty(m, f, device=h.device, dtype=h.dtype)

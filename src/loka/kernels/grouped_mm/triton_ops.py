@@ -42,10 +42,7 @@ def _quantized(like, m, f, fp8, whole, dtype):  # type: ignore[no-untyped-def]
     return out, like.new_empty(m, 1, dtype=torch.float32) if whole else kernels.block_scales(m, f, 3, like.device)
 
 
-@torch_op("swiglu_quantize")
-def swiglu(h: Tensor, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Tensor]:
-    """See `triton_kernels.swiglu`."""
-    return kernels.swiglu(h, fp8=fp8, whole=whole, pow2=pow2)
+swiglu = torch_op("swiglu_quantize")(kernels.swiglu)
 
 
 @fake_of(swiglu)

@@ -4,14 +4,11 @@ import torch
 from torch import Tensor
 
 from loka.formats import quantize
-from loka.kernels.backend import YES, Verdict
+from loka.kernels.backend import accept_every_call
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED, norm_eps
 from loka.kernels.interaction.call import Interacted, InteractionCall
 
-
-def supports(call: InteractionCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -9,13 +9,9 @@ that are not wanted have no effect on the result, even if they hold NaN.
 import torch
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.masked_attention.call import MaskedAttentionCall
+from loka.kernels.backend import accept_every_call
 
-
-def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:

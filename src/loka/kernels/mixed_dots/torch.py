@@ -3,13 +3,9 @@
 import torch
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.mixed_dots.call import MixedDotsCall
+from loka.kernels.backend import accept_every_call
 
-
-def supports(call: MixedDotsCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(x: Tensor, weight: Tensor, mixing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -130,8 +130,11 @@ def _launch_options(n: int, d: int, k: int, m: int, *, gradient: bool) -> tuple[
     return found
 
 
-def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return P [B, n, k] and Z [B, m, d] of contiguous x [B, n, d], weight [k, n] and mixing [m, n] in one dtype."""
+def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return P [B, n, k] and Z [B, m, d] of contiguous x [B, n, d], weight [k, n] and mixing [m, n] in one dtype.
+
+    Without a mixing, Z is None.
+    """
     (rows, n, d), k = x.shape, weight.shape[0]
     m = 0 if mixing is None else mixing.shape[0]
     out = torch.empty(rows, n, k, dtype=x.dtype, device=x.device)
@@ -150,8 +153,8 @@ def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor
 
 def mixed_dots_gradient(
     dp: Tensor, dz: Tensor | None, x: Tensor, weight: Tensor, mixing: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return dx [B, n, d], and dW [k, n] and dV [m, n] in float32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx [B, n, d], and dW [k, n] and dV [m, n] in float32; dV is None without a mixing.
 
     Each program sums over its examples, then the parts are summed, so results are bitwise reproducible.
     """

@@ -3,17 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from loka.kernels.mixed_dots import triton_kernels as kernels
 from loka.kernels.op import fake_of, torch_op
 
-
-@torch_op("mixed_dots")
-def mixed_dots(x: Tensor, weight: Tensor, mixing: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `triton_kernels.mixed_dots`."""
-    return kernels.mixed_dots(x, weight, mixing)  # type: ignore[return-value]
+mixed_dots = torch_op("mixed_dots")(kernels.mixed_dots)
 
 
 @fake_of(mixed_dots)
@@ -23,12 +18,7 @@ def _(x, weight, mixing):  # type: ignore[no-untyped-def]
     return x.new_empty(rows, n, weight.shape[0]), mixed
 
 
-@torch_op("mixed_dots_gradient")
-def mixed_dots_gradient(
-    dp: Tensor, dz: Tensor | None, x: Tensor, weight: Tensor, mixing: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `triton_kernels.mixed_dots_gradient`."""
-    return kernels.mixed_dots_gradient(dp, dz, x, weight, mixing)  # type: ignore[return-value]
+mixed_dots_gradient = torch_op("mixed_dots_gradient")(kernels.mixed_dots_gradient)
 
 
 @fake_of(mixed_dots_gradient)

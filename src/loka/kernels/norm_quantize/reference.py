@@ -19,15 +19,12 @@ from torch import Tensor
 
 from loka.formats import TENSOR, QTensor, block_amax, quantize
 from loka.kernels.activation import activate, activation_slope
-from loka.kernels.backend import YES, Verdict
+from loka.kernels.backend import accept_every_call
 from loka.kernels.dropout import Dropout, dropped, factor_of
 from loka.kernels.fused_linear.call import NORM_BLOCK
 from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradient, NormGradientCall, NormResult
 
-
-def supports(call: NormCall | NormGradientCall, device: torch.device) -> Verdict:
-    """Support every call: this is plain torch."""
-    return YES
+supports = accept_every_call
 
 
 def _mean(x: Tensor, norm: str) -> Tensor:

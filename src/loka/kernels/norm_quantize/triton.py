@@ -30,10 +30,7 @@ def supports(call: NormCall | NormGradientCall, device: torch.device) -> Verdict
     """Support 16- and 32-bit, FP8 with a given tensor scale (also both ways) or with dynamic row or 1x128 scales."""
     both = call.transpose if isinstance(call, NormCall) else call.spec is not None
     shape = _supports_both(call) if both else _supports_width(call.k)
-    for verdict in (_supports_output(call.spec), shape, _supports_input(call)):
-        if not verdict:
-            return verdict
-    return triton_runs_on(device)
+    return _supports_output(call.spec) and shape and _supports_input(call) and triton_runs_on(device)
 
 
 def _supports_output(spec: Spec | None) -> Verdict:

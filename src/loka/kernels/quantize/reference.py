@@ -5,15 +5,11 @@ from torch import Tensor
 
 from loka.formats import QTensor, Spec
 from loka.formats import quantize as reference_quantize
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.backend import accept_every_call
 
 any_alignment = True  # x need not be aligned
 
-
-def supports(call: QuantizeCall, device: torch.device) -> Verdict:
-    """Support every call: this is plain torch."""
-    return YES
+supports = accept_every_call
 
 
 def run(

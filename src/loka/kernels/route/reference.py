@@ -12,14 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict
+from loka.kernels.backend import accept_every_call
 from loka.kernels.grouped_mm.reference import permute
-from loka.kernels.route.call import RouterCall
 
-
-def supports(call: RouterCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False) -> tuple[Tensor, Tensor]:

@@ -57,16 +57,11 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
         return no(f"multiplies e4m3 and e5m2, not {call.a.format} @ {call.b.format}")
     if formats == (E5M2, E5M2):
         return no("cuBLASLt does not multiply two e5m2 operands")
-    scales = float_scales(call.a, call.b)
-    if not scales:
-        return scales
     if not {call.a.block, call.b.block} <= {TENSOR, ROW}:
         return no(f"takes tensor and row scales here, not {call.a.block} x {call.b.block}")
-    gpu = fp8_gpu(device, (9, 0), only=9)
-    if not gpu:
-        return gpu
-    reason = _missing()
-    return no(reason) if reason else gpu
+    usable = float_scales(call.a, call.b) and fp8_gpu(device, (9, 0), only=9)
+    reason = _missing() if usable else ""
+    return no(reason) if reason else usable
 
 
 def fills(m: int, n: int, processors: int) -> bool:

@@ -30,16 +30,12 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
     """Support E4M3 with the two scale pairs above, each with its one output dtype, on Hopper."""
     if not call.a.format == call.b.format == E4M3:
         return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
-    scales = float_scales(call.a, call.b)
-    if not scales:
-        return scales
     writes = _WRITES.get((call.a.block, call.b.block))
     if writes is None:
         return no(f"takes 1x128 x 128x128 or 1x128 x 1x128 scales, not {call.a.block} x {call.b.block}")
     if call.out_dtype != writes:
         return no(f"writes {writes} for {call.a.block} x {call.b.block}, not {call.out_dtype}")
-    gpu = fp8_gpu(device, (9, 0), only=9)
-    return library("deep_gemm", "deepgemm") if gpu else gpu
+    return float_scales(call.a, call.b) and fp8_gpu(device, (9, 0), only=9) and library("deep_gemm", "deepgemm")
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:

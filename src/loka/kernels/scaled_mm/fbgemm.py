@@ -40,15 +40,11 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
     """Support E4M3 with the scale pairs above and bf16 output, on Hopper."""
     if not call.a.format == call.b.format == E4M3:
         return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
-    scales = float_scales(call.a, call.b)
-    if not scales:
-        return scales
     if (call.a.block, call.b.block) not in _KERNELS:
         return no(f"has no kernel for {call.a.block} x {call.b.block} scales")
     if call.out_dtype != torch.bfloat16:
         return no(f"writes torch.bfloat16 only, not {call.out_dtype}")
-    gpu = fp8_gpu(device, (9, 0), only=9)
-    return library(_MODULE, "fbgemm") if gpu else gpu
+    return float_scales(call.a, call.b) and fp8_gpu(device, (9, 0), only=9) and library(_MODULE, "fbgemm")
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:

@@ -7,13 +7,9 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.backend import accept_every_call
 
-
-def supports(call: MatmulCall, device: torch.device) -> Verdict:
-    """Support every call: this is emulation."""
-    return YES
+supports = accept_every_call
 
 
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:

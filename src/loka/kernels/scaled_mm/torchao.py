@@ -26,17 +26,13 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
     """Support E4M3 with 1x128 x 128x128 scales and bf16 output."""
     if not call.a.format == call.b.format == E4M3:
         return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
-    scales = float_scales(call.a, call.b)
-    if not scales:
-        return scales
     if (call.a.block, call.b.block) != _BLOCKS:
         return no(
             f"has a kernel of its own for 1x128 x 128x128 only; for {call.a.block} x {call.b.block} it calls torch's"
         )
     if call.out_dtype != torch.bfloat16:
         return no(f"writes torch.bfloat16 only, not {call.out_dtype}")
-    gpu = fp8_gpu(device)
-    return library(_MODULE, "torchao") if gpu else gpu
+    return float_scales(call.a, call.b) and fp8_gpu(device) and library(_MODULE, "torchao")
 
 
 def prepare(weight: QTensor, a: Spec) -> QTensor:

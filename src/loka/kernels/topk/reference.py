@@ -14,13 +14,9 @@ The score is a non-decreasing function of the logit, rounding included, so a ker
 import torch
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict
-from loka.kernels.topk.call import BeamTopkCall, TopkCall
+from loka.kernels.backend import accept_every_call
 
-
-def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,10 @@ those equal to it the first ones.
 import torch
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict
+from loka.kernels.backend import accept_every_call
 from loka.kernels.topk import reference
-from loka.kernels.topk.call import BeamTopkCall, TopkCall
 
-
-def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
-    """Accept every call."""
-    return YES
+supports = accept_every_call
 
 
 def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]:
