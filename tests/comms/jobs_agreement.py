@@ -51,6 +51,7 @@ def faults(kinds: list[str], culprit: int) -> list[dict]:
 def fault(kind: str, culprit: int) -> dict:
     """One rank misbehaves; the others tell whom they blame and how long it took."""
     group = dist.new_group(backend="gloo")
+    dist.barrier(group)  # or the culprit may be killed while others still connect to it
     agreement = Agreement(group, timeout=3, name=kind)
     rank, start = dist.get_rank(), time.monotonic()
     if rank == culprit and kind == "killed":

@@ -35,7 +35,7 @@ from loka.serving.tokens import Tokens
 
 log = logging.getLogger("loka.serving")
 LOGS = ("loka.serving", "uvicorn.error")  # the second tells of requests that are not HTTP, and of answers cut off
-SWITCH = 0.0005  # thread switch interval in seconds; at Python's default the engine thread can block the front for 5 ms
+SWITCH = 0.0001  # thread switch interval in seconds; each call of torch gives the lock away and waits that long for it
 
 
 class Server:
