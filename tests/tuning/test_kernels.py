@@ -207,3 +207,15 @@ def test_our_own_kernels_are_not_refused_on_a_gpu(target: str) -> None:
     tuned = tune(model, batches, given, target=target, margin=0.5, seconds=20)
     assert tuned.record.kernels > 5
     assert not [unit.reason for unit in tuned.record.units if "gate" in unit.reason]
+
+
+def test_a_kernel_that_raises_where_it_is_served_leaves_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(a: QTensor, b: QTensor, call: Any, **options: Any) -> Any:
+        if call.n == 64:
+            raise RuntimeError("out of shared memory")
+        return fused_law.run(a, b, call, **options)
+
+    plant(monkeypatch, "fused_linear", fused_law, run=run)
+    model, _ = make_trained()
+    tuned = tune(model, target="serve")
+    assert any("the model fails with it in low precision: RuntimeError: out of shared memory" in unit.reason for unit in tuned.record.units)  # fmt: skip

@@ -482,14 +482,14 @@ def test_what_a_step_differentiates_twice_stays(enabled: bool) -> None:
 
 def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said is the reason; a step that fails by itself raises."""
-    train = rehearsal._train_once
+    train = rehearsal._run_once
 
     def fail(call: Any, selection: Any, offers: Any) -> None:
         if any(offer.name == "first" for offer in offers):
             raise RuntimeError("no kernel for this")
         train(call, selection, offers)
 
-    monkeypatch.setattr(rehearsal, "_train_once", fail)
+    monkeypatch.setattr(rehearsal, "_run_once", fail)
     units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
     assert units["first"].way == "high"
     assert units["first"].reason == "a training step fails with it in low precision: RuntimeError: no kernel for this"
@@ -498,7 +498,7 @@ def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyP
         if offers is selection.offers:
             raise RuntimeError("the step's own")
 
-    monkeypatch.setattr(rehearsal, "_train_once", fail_together)
+    monkeypatch.setattr(rehearsal, "_run_once", fail_together)
     with pytest.raises(RuntimeError, match="the step's own"):
         tune(make_trained()[0])
 
@@ -519,7 +519,7 @@ class _KernelError(Exception):
 )
 def test_only_what_says_something_about_a_unit_leaves_it_out(error: Exception, raised: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Whatever its type. A full memory, or a GPU that has failed, does not."""
-    train, asked = rehearsal._train_once, []
+    train, asked = rehearsal._run_once, []
 
     def fail(call: Any, selection: Any, offers: Any) -> None:
         asked.append(len(offers))
@@ -527,7 +527,7 @@ def test_only_what_says_something_about_a_unit_leaves_it_out(error: Exception, r
             raise error
         train(call, selection, offers)
 
-    monkeypatch.setattr(rehearsal, "_train_once", fail)
+    monkeypatch.setattr(rehearsal, "_run_once", fail)
     if raised:
         with pytest.raises(type(error), match=str(error)):
             tune(make_trained()[0])

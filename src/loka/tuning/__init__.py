@@ -13,7 +13,7 @@ batches.py      keep the first batches of an iterable, and notice those that are
 looking.py      find the units, record the magnitudes for their scales, score what each way would do to the loss
 timing.py       time a unit or the whole step as it will run: compiled, in a CUDA graph
 estimating.py   estimate the speed of a unit on a GPU that is not present, with an error bar
-rehearsal.py    run one training step with the selection; on request, train two copies and compare them
+rehearsal.py    run one step with the selection; on request, train two copies and compare them
 kernels.py      judge every kernel call of a step with the conformance gate, and drop units that run a wrong one
 choosing.py     time or estimate every unit, and drop those that are not faster
 metric.py       measure the metric with units swapped in, and drop linears until it is within the margin

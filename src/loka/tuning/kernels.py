@@ -10,6 +10,7 @@ A wrong kernel that the model runs by itself, in 16 bits, cannot be dropped with
 
 import traceback
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from loka.measure.kernel_calls import KernelCall, find_calls, judge_call
 from loka.placing import converted
 from loka.tuning.call import Call, Selection
 from loka.tuning.gradients import describe
+from loka.tuning.rehearsal import run_step
 from loka.units.undisturbed import gradients_aside, undisturbed
 
 
@@ -50,17 +52,10 @@ def verify_kernels(call: Call, selection: Selection, judged: dict[KernelCall, st
 
 def _find(call: Call, selection: Selection, offers: list[Offer]) -> list[KernelCall]:
     """Return the kernel calls of one step with some offers."""
-    model, batch = call.task.model, call.task.looking[0]
-
-    def run() -> None:
-        model.train(call.training)
-        loss = call.task.losses(model, batch).float().mean()
-        if loss.requires_grad:  # False in serving, or if every parameter is frozen
-            loss.backward()  # type: ignore[no-untyped-call]
-
+    model = call.task.model
     plan = converted(model, selection.to_plan(call, offers)) if offers else nullcontext()
-    with plan, undisturbed(model), gradients_aside(model), torch.set_grad_enabled(call.training):
-        return find_calls(run)
+    with plan, undisturbed(model), gradients_aside(model):
+        return find_calls(partial(run_step, call, call.task.looking[0]))
 
 
 def _judge(call: Call, calls: list[KernelCall], judged: dict[KernelCall, str]) -> None:

@@ -1,9 +1,10 @@
-"""Check that the selection trains: run a training step before anything is timed and, on request, a paired training run.
+"""Check that the selection runs: one step before anything is judged or timed and, on request, a paired training run.
 
 Units that fail, or whose run ends with a different metric, are dropped.
 """
 
 import traceback
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ _TWICE = "differentiate twice"  # part of autograd's message for a function that
 
 
 def rehearse(call: Call, selection: Selection) -> None:
-    """Run a training step with all offers, and discard its effects.
+    """Run a step with all offers, in training forward and backward, and discard its effects.
 
     A chain that is called from its middle in backward, where activation checkpointing recomputes a part of it, is
     taken apart. A unit that fails is dropped, with its error as the reason.
@@ -38,17 +39,17 @@ def rehearse(call: Call, selection: Selection) -> None:
         if not failing or _try_step(call, selection, []) is not None:  # the step itself fails
             raise error
         for offer, why in failing:
-            selection.drop(offer, _say_failure(why))
+            selection.drop(offer, _say_failure(call, why))
 
 
 def _try_step(call: Call, selection: Selection, offers: list[Offer]) -> Exception | None:
-    """Return the exception that a training step raises with some offers converted, or None.
+    """Return the exception that a step raises with some offers converted, or None.
 
     It may be of any type: Triton's errors do not share one with torch's. Errors that tell nothing about an
     offer are re-raised: out of memory, and a failed GPU, on which nothing more can run in this process.
     """
     try:
-        _train_once(call, selection, offers)
+        _run_once(call, selection, offers)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
@@ -57,22 +58,31 @@ def _try_step(call: Call, selection: Selection, offers: list[Offer]) -> Exceptio
     return None
 
 
-def _train_once(call: Call, selection: Selection, offers: list[Offer]) -> None:
+def _run_once(call: Call, selection: Selection, offers: list[Offer]) -> None:
     model = call.task.model
     with converted(model, selection.to_plan(call, offers)), undisturbed(model), gradients_aside(model):
-        model.train()
         for batch in call.task.looking[:2]:
-            with torch.enable_grad():
-                loss = call.task.losses(model, batch).float().mean()
-            if loss.requires_grad:  # False if every parameter is frozen
-                loss.backward()  # type: ignore[no-untyped-call]
+            run_step(call, batch)
 
 
-def _say_failure(error: Exception) -> str:
+def run_step(call: Call, batch: Any) -> None:
+    """Run the model on a batch as it will run: forward and backward in training, else forward in eval mode.
+
+    Modes, gradients and buffers are changed: to be called under `undisturbed` and `gradients_aside`.
+    """
+    call.task.model.train(call.training)
+    with torch.set_grad_enabled(call.training):
+        loss = call.task.losses(call.task.model, batch).float().mean()
+    if loss.requires_grad:  # False in serving, or if every parameter is frozen
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _say_failure(call: Call, error: Exception) -> str:
     """Return the reason to drop an offer whose training step raised an error."""
     if _TWICE in str(error):
         return "the step differentiates it twice, as a gradient penalty does, which is not supported in low precision"
-    return f"a training step fails with it in low precision: {type(error).__name__}: {error}"
+    step = "a training step" if call.training else "the model"
+    return f"{step} fails with it in low precision: {type(error).__name__}: {error}"
 
 
 def verify_training(call: Call, selection: Selection) -> Interval | None:

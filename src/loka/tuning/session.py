@@ -2,7 +2,7 @@
 
     compile the original   the baseline of every timing
     look                   find units, score what each way of running them does to the loss, make offers
-    rehearse               one training step with all offers
+    rehearse               one step with all offers
     verify the kernels     judge every kernel call of a step, at its own shape
     time units             drop those that are not faster
     verify the metric      swap units in, alone and together
@@ -118,8 +118,7 @@ class Session:
             looked, limits=Limits.before_swapping(call.margin, training=call.training), training=call.training
         )
         selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_drop_mods=may_drop_mods)  # fmt: skip
-        if call.training:
-            rehearsal.rehearse(call, selection)
+        rehearsal.rehearse(call, selection)
         with call.phase("verify the kernels"):
             verify_kernels(call, selection, self._judged, self._sound)
         with call.phase("time units"):
