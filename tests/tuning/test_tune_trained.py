@@ -29,6 +29,12 @@ def test_a_paired_run_of_training_where_it_is_allowed() -> None:
     assert same(before[0], state_of(model)[0]), "copies are trained, not the model"
 
 
+def test_an_optimizer_that_runs_the_step_itself_trains_too() -> None:
+    model, _ = make_trained()
+    tuned = tune(model, train=2, optimizer=lambda parameters: torch.optim.LBFGS(parameters, lr=1e-3, max_iter=2))
+    assert tuned.record.training_change is not None or not placed(model)
+
+
 def test_a_model_whose_forward_leaves_something_behind_is_copied() -> None:
     class Leaves(nn.Module):
         def __init__(self) -> None:

@@ -8,7 +8,9 @@ end decides: a plan whose change may exceed the margin is not within it.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -141,13 +143,26 @@ def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Calla
         raise ValueError(
             f"optimizer= returned {type(optimizer).__name__}, expected an optimizer with step and zero_grad"
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    evaluates = closure is not None and closure.default is closure.empty  # LBFGS runs the step itself, several times
     task.model.train()
     for step in range(steps):
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            task.mean_loss(task.model, task.looking[step % len(task.looking)]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        run = partial(_run_back, task, optimizer, task.looking[step % len(task.looking)])
+        if evaluates:
+            optimizer.step(run)  # type: ignore[arg-type]
+        else:
+            run()
+            optimizer.step()
         told(step + 1)
+
+
+def _run_back(task: Task, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+    """Compute the loss of a batch and its gradients."""
+    optimizer.zero_grad()
+    with torch.enable_grad():
+        loss = task.mean_loss(task.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _as_tensor(value: Any) -> Tensor:
