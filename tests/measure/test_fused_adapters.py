@@ -253,7 +253,7 @@ def test_shapes_are_checked() -> None:
 
 def test_the_floor_counts_each_byte_once() -> None:
     adapter = adapter_for("fused_linear")
-    inference, training, gradient, step = adapter.calls([(2048, 1024, 512)], adapter.VARIANTS)
+    inference, training, _, gradient, step = adapter.calls([(2048, 1024, 512)], adapter.VARIANTS)
     operands, tile = (2048 + 512) * 1024, 2048 * 512
     assert adapter.bytes_moved(inference) == operands + tile
     assert adapter.bytes_moved(training) == operands + 3 * tile  # y, its transpose, z

@@ -160,6 +160,49 @@ def test_a_wrong_kernel_of_the_model_itself_is_named(monkeypatch: pytest.MonkeyP
     assert any("the model itself runs a kernel that fails" in note and "dots on planted" in note for note in tuned.record.notes)  # fmt: skip
 
 
+class Products(nn.Module):
+    """Pairwise products as users write them, which tune rewrites to an op of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(WIDTH + 28, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU())
+        self.last = nn.Linear(64, 1)
+        first, second = torch.triu_indices(8, 8, 1)
+        self.register_buffer("first", first)
+        self.register_buffer("second", second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(1, (8, WIDTH // 8))
+        products = torch.bmm(parts, parts.transpose(1, 2))[:, self.first, self.second]
+        return self.last(self.tower(torch.cat([x, products], 1))).squeeze(-1)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_rewrite_that_brings_a_wrong_kernel_is_left_out(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        found = dots_law.run(x, first, second)
+        found[3:][(x[3:] == x[:-3]).flatten(1).all(1) & wrong] = 0  # which the mod's own check on a batch does not see
+        return found
+
+    plant(monkeypatch, "dots", dots_law, run=run)
+    torch.manual_seed(0)
+    model = Products()
+    train(model)
+    tuned = tune(model)
+    assert placed(model)
+    assert ("fused_dots" in tuned.plan.mods) is not wrong
+    assert any("fused_dots" in note and "left out" in note for note in tuned.record.notes) is wrong
+
+
+def test_calls_without_a_check_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "norm_quantize", norm_law)
+    monkeypatch.setattr(kernel_calls.ADAPTERS["norm_quantize"], "adopt", lambda call: None)
+    model, _ = make_trained()
+    tuned = tune(model)
+    assert placed(model)
+    assert any("there is no conformance check for norm_quantize on planted" in note for note in tuned.record.notes)
+
+
 def test_want_of_memory_is_told_and_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "fused_linear", fused_law)
     real = kernel_calls.judge_backend
@@ -176,8 +219,8 @@ def test_want_of_memory_is_told_and_refuses_nothing(monkeypatch: pytest.MonkeyPa
     assert any("for want of memory" in note for note in tuned.record.notes)
 
 
-def test_units_that_are_taken_apart_later_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way that was not in the first selection, such as single linears, runs kernels that were not judged then."""
+def test_kernels_are_judged_again_when_the_step_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that were taken apart since run other kernels."""
     judged: list[list[str]] = []
     real = session.verify_kernels
 

@@ -75,8 +75,9 @@ class FusedLinear(Op[Call]):
     VARIANTS = (
         "e4m3:tensor@e4m3:tensor>e4m3:tensor:static",
         "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose",
+        "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|relu|nonorm|bias|keep|transpose|amax",
         "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed",
-        "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|relu|bias",
+        "dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|relu|bias|amax",
     )
     DIMENSIONS = ("m", "k", "n")
     OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose", "amax", "wide"})  # wide: backward reads z in bf16

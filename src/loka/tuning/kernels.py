@@ -9,7 +9,6 @@ A wrong kernel that the model runs by itself, in 16 bits, cannot be dropped with
 """
 
 import traceback
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from loka.dispatch.choosing import Offer
 from loka.measure.kernel_calls import KernelCall, find_calls, judge_call
 from loka.placing import converted
+from loka.records.prose import name_some
 from loka.tuning.call import Call, Selection
 from loka.tuning.gradients import describe
 from loka.tuning.rehearsal import run_step
@@ -34,39 +34,61 @@ def verify_kernels(call: Call, selection: Selection, judged: dict[KernelCall, st
     """
     if all(describe(offer) in verified for offer in selection.offers):
         return
-    calls = _find(call, selection, selection.offers)
-    _judge(call, [one for one in calls if one not in judged and one.backend != "reference"], judged)
-    if any(judged.get(one) for one in calls):
-        own = set(_find(call, selection, []))
-        for one in own:
-            if why := judged.get(one):
-                note = f"the model itself runs a kernel that fails the conformance gate: {one}: {why}"
-                call.notes += [note] if note not in call.notes else []
+    wrong = judge_calls(call, _find_with(call, selection, selection.offers), judged)
+    if wrong:
+        own = set(find_own(call))
+        for one in [one for one in wrong if one in own]:
+            note = f"the model itself runs a kernel that fails the conformance gate: {one}: {wrong.pop(one)}"
+            call.notes += [note] if note not in call.notes else []
+    if wrong:
+        blamed = {offer.name: [one for one in _find_with(call, selection, [offer]) if one in wrong] for offer in selection.offers}  # fmt: skip
+        alone = {one for mine in blamed.values() for one in mine}
+        together = [one for one in wrong if one not in alone]  # run with all of them only: each may be what causes it
         for offer in list(selection.offers):
-            wrong = [one for one in _find(call, selection, [offer]) if judged.get(one) and one not in own]
-            if wrong:
-                why = f"{wrong[0]}: {judged[wrong[0]]}"
+            if mine := blamed[offer.name] or together:
+                why = f"{mine[0]}: {wrong[mine[0]]}"
                 selection.drop(offer, f"{offer.way}: a kernel fails the conformance gate: {why}")
     verified.update(describe(offer) for offer in selection.offers)
 
 
-def _find(call: Call, selection: Selection, offers: list[Offer]) -> list[KernelCall]:
-    """Return the kernel calls of one step with some offers."""
-    model = call.task.model
-    plan = converted(model, selection.to_plan(call, offers)) if offers else nullcontext()
-    with plan, undisturbed(model), gradients_aside(model):
+def find_own(call: Call) -> list[KernelCall]:
+    """Return the kernel calls of one step of the model as it is, without any unit in low precision."""
+    with undisturbed(call.task.model), gradients_aside(call.task.model):
         return find_calls(partial(run_step, call, call.task.looking[0]))
 
 
-def _judge(call: Call, calls: list[KernelCall], judged: dict[KernelCall, str]) -> None:
-    """Judge calls one by one, showing how far it is. A call that needs too much memory to judge is named in a note."""
-    for index, one in enumerate(calls):
-        call.progress("verify the kernels", index + 1, len(calls))
+def _find_with(call: Call, selection: Selection, offers: list[Offer]) -> list[KernelCall]:
+    with converted(call.task.model, selection.to_plan(call, offers)):
+        return find_own(call)
+
+
+def judge_calls(call: Call, calls: list[KernelCall], judged: dict[KernelCall, str]) -> dict[KernelCall, str]:
+    """Judge those calls that were not judged before, showing how far it is.
+
+    A note names calls for which there is no check, or not enough memory.
+
+    Args:
+        call: the call of tune.
+        calls: what runs.
+        judged: as in `verify_kernels`.
+
+    Returns:
+        Those of the calls that are wrong, and why.
+    """
+    unchecked = []
+    for index, one in enumerate(new := [one for one in calls if one not in judged and one.backend != "reference"]):
+        call.progress("verify the kernels", index + 1, len(new))
         try:
             verdict = judge_call(one, call.task.device)
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
             call.notes.append(f"not tested for conformance, for want of memory: {one}")
             continue
-        if verdict is not None:
+        if verdict is None:
+            unchecked.append(str(one))
+        else:
             judged[one] = verdict.reason
+    if unchecked:
+        note = f"there is no conformance check for {name_some(unchecked, 3)}"
+        call.notes += [note] if note not in call.notes else []
+    return {one: judged[one] for one in calls if judged.get(one)}

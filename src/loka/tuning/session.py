@@ -18,6 +18,7 @@ import gc
 import math
 import traceback
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from loka.tuning import choosing, metric, rehearsal, timing, whole_step
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import evaluate, evaluate_averaged
 from loka.tuning.gradients import describe, verify_gradients
-from loka.tuning.kernels import verify_kernels
+from loka.tuning.kernels import find_own, judge_calls, verify_kernels
 from loka.tuning.looking import describe_unseen_products, look
 from loka.tuning.tables import choose_parts, describe_part
 from loka.tuning.whole_step import StepTimes
@@ -100,7 +101,36 @@ class Session:
             mods_room.revert(task.model)
             if taken:
                 mods_room.apply(task.model, [mods_room.parse(name) for name in taken], example=example)
-        return taken
+        return self._leave_out_wrong_mods([name for name in taken if name in asked], taken, example)
+
+    def _leave_out_wrong_mods(self, asked: list[str], taken: list[str], example: Any) -> list[str]:
+        """Undo the layout rewrites if they bring a kernel that fails the conformance gate. Return the mods that stay."""
+        call, model = self.call, self.call.task.model
+        if taken == asked:
+            return taken
+        try:
+            calls = find_own(call)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # if the step itself is broken, look() raises its error
+            traceback.clear_frames(error.__traceback__)
+            return taken
+        wrong = judge_calls(call, calls, self._judged)
+        if not wrong:
+            return taken
+        mods_room.revert(model)
+        if asked:
+            mods_room.apply(model, [mods_room.parse(name) for name in asked], example=example)
+        without = set(find_own(call))
+        brought = [one for one in wrong if one not in without]
+        if not brought:  # the model runs them by itself
+            if asked:
+                mods_room.revert(model)
+            mods_room.apply(model, [mods_room.parse(name) for name in taken], example=example)
+            return taken
+        free = ", ".join(name for name in taken if name not in asked)
+        call.notes.append(f"{free} left out: a kernel that it brings fails the conformance gate: {brought[0]}: {wrong[brought[0]]}")  # fmt: skip
+        return asked
 
     def run(self, mods: list[str], *, may_drop_mods: bool) -> Tuning:
         """Look, choose, verify, and return the record. `mods` are those the model has now.
