@@ -169,14 +169,14 @@ def test_a_chain_that_meets_another_path_in_training_is_taken_apart(monkeypatch:
 
 def test_a_chain_that_meets_another_path_beside_others_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
-    model, swap = TwoTowers(), metric.swap
+    model, swap = TwoTowers(), metric.swap_all
 
     def meet(call: Any, selection: Any, offers: list[Any]) -> Interval:
         if len(offers) > 1 and any(offer.name == "item.0" and offer.way == "chain" for offer in offers):
             raise AnotherPathError("elsewhere", "item.0")
         return swap(call, selection, offers)
 
-    monkeypatch.setattr(metric, "swap", meet)
+    monkeypatch.setattr(metric, "swap_all", meet)
     tuned = tune(model, BATCHES, squares, margin=0.5)
     assert taken_apart(tuned) == {"item.0", "item.2"}
     assert {name for name, _ in chains_of(model)} == {"query.0"}

@@ -113,8 +113,8 @@ def test_a_run_that_ends_apart_drops_the_unit_of_the_largest_predicted_harm(monk
 def test_what_is_left_is_held_to_the_margin_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two units may cancel: without one of them the other is another change."""
     seen = end_runs(monkeypatch, APART, ALIKE)
-    swap = metric.swap
-    monkeypatch.setattr(metric, "swap", lambda *given: APART if len(seen) == 2 else swap(*given))
+    swap = metric.swap_all
+    monkeypatch.setattr(metric, "swap_all", lambda *given: APART if len(seen) == 2 else swap(*given))
     model, _ = make_parted()
     tuned = tune(model, train=6)
     assert not placed(model)

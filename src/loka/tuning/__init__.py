@@ -9,6 +9,7 @@ loop.py         `tune`: check the arguments, run the session, apply its plan
 session.py      the phases in order: look, choose, verify, record
 call.py         the arguments of one call, and the current selection
 task.py         the user's model, batches and loss or step, and how to run them
+layout.py       apply rewrites that keep the function, unless they bring a wrong kernel or move the metric
 batches.py      keep the first batches of an iterable, and notice those that are no new data
 looking.py      find the units, record the magnitudes for their scales, score what each way would do to the loss
 timing.py       time a unit or the whole step as it will run: compiled, in a CUDA graph

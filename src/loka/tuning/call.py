@@ -101,14 +101,15 @@ class Selection:
     Args:
         looked: observations of every linear.
         chosen: every offer ever made, and why linears stay in high precision.
-        base: losses of the held-out batches in high precision.
+        base: losses of the held-out batches in high precision, by the model as it is now, with its mods.
         mods: mods that the model has.
         used: the margin that changes are judged by.
         offers: the offers that are still in.
+        given: those losses without the mods that tune applied itself: what `change` is relative to.
         speeds: measured speed-up by offer.
         estimates: estimated speed-up by offer, on a device that is not present.
         alone: change of the metric with one offer swapped in.
-        change: change of the metric with all offers swapped in; None if there are none.
+        change: change of the metric by all that is applied, compared with `given`; None if it is nothing.
         swapped: the losses behind `change`.
         unresolved: `change`, if the data cannot resolve the user's margin and a coarser one is used.
         may_drop_mods: whether tune applied the mods itself and may drop them if they make the step slower.
@@ -121,6 +122,7 @@ class Selection:
     mods: list[str]
     used: float
     offers: list[Offer]
+    given: Losses
     speeds: dict[str, Interval] = field(default_factory=dict)
     estimates: dict[str, Interval] = field(default_factory=dict)
     alone: dict[str, Interval] = field(default_factory=dict)

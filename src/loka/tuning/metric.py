@@ -21,10 +21,22 @@ RETRIES = 4  # linears dropped for the metric that are tried again at the end, t
 
 
 def swap(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
-    """Measure the change of the metric with some units in low precision."""
+    """Measure the change of the metric by some units alone: with them in low precision, compared with high precision."""
+    return compare(_run(call, selection, offers), selection.base, call.metric)
+
+
+def swap_all(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
+    """Measure the change of the metric by all that is applied: some units and tune's rewrites.
+
+    It is relative to the model that the user gave. The losses are in `selection.swapped`.
+    """
+    selection.swapped = _run(call, selection, offers)
+    return compare(selection.swapped, selection.given, call.metric)
+
+
+def _run(call: Call, selection: Selection, offers: list[Offer]) -> Losses:
     with converted(call.task.model, selection.to_plan(call, offers)):
-        selection.swapped = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
-    return compare(selection.swapped, selection.base, call.metric)
+        return evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
 
 
 def verify_metric(call: Call, selection: Selection) -> None:
@@ -95,6 +107,17 @@ def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) ->
         _try_again(call, selection, origins, name, coarsest)
 
 
+def judge_rewrites(call: Call, selection: Selection) -> None:
+    """Record how far the mods change the metric where they are all that is applied.
+
+    Losses that are all the same show nothing: the metric may not see them, or they act in compiled code only.
+    """
+    if torch.equal(selection.base.values, selection.given.values):
+        return
+    selection.swapped, selection.change = selection.base, compare(selection.base, selection.given, call.metric)
+    _judge(call, selection, selection.change, math.inf)
+
+
 def _judge(call: Call, selection: Selection, change: Interval, coarsest: float) -> bool:
     """Check whether a change is within the margin that its interval can resolve, and set that margin."""
     selection.used = min(call.margin_for(change), coarsest)
@@ -109,17 +132,16 @@ def _try_again(call: Call, selection: Selection, origins: Mapping[str, Offer], n
     out = set(origin.unit.linears) - {name} - {linear for offer in mine for linear in offer.unit.linears}
     parts = [part_of(origin, unit, selection.looked, training=call.training) for unit in split_unit(origin.unit, out)] if out else [origin]  # fmt: skip
     try:
-        together = swap(call, selection, [*(offer for offer in selection.offers if offer not in mine), *parts])
+        together = swap_all(call, selection, [*(offer for offer in selection.offers if offer not in mine), *parts])
     except AnotherPathError:
         together = None
     if together is None or not _judge(call, selection, together, coarsest):
         selection.change, selection.swapped, selection.used, selection.unresolved = before
         return
-    selection.change, swapped = together, selection.swapped
+    selection.change = together
     selection.put_back(name, mine, parts)
     for part in parts:
         selection.alone[part.name] = swap(call, selection, [part])
-    selection.swapped = swapped  # the losses with all offers
 
 
 def _swap_all(call: Call, selection: Selection) -> Interval:
@@ -127,7 +149,7 @@ def _swap_all(call: Call, selection: Selection) -> Interval:
     for offer in selection.offers:
         if offer.name not in selection.alone:
             selection.alone[offer.name] = swap(call, selection, [offer])
-    return swap(call, selection, selection.offers)
+    return swap_all(call, selection, selection.offers)
 
 
 def _drop_costliest(call: Call, selection: Selection, excess: float, exceeded: float) -> str:
@@ -178,7 +200,7 @@ def _suggest_resolution(call: Call, base: Losses) -> str:
 
 def note_columns(call: Call, selection: Selection) -> None:
     """Add a note for every task whose own loss changes by more than the margin while the mean of all does not."""
-    found = {} if selection.swapped is None else selection.swapped.changed_columns(selection.base, selection.used)
+    found = {} if selection.swapped is None else selection.swapped.changed_columns(selection.given, selection.used)
     call.notes += [
         (
             f"column {number} of the loss, {share:.1%} of it, changes {spell_change(change)}, more than "

@@ -18,12 +18,10 @@ import gc
 import math
 import traceback
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from loka import mods as mods_room
 from loka.dispatch.choosing import Limits, make_offers
 from loka.measure.kernel_calls import KernelCall
 from loka.probe.paired import Losses, has_drifted, spell_change
@@ -33,7 +31,8 @@ from loka.tuning import choosing, metric, rehearsal, timing, whole_step
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import evaluate, evaluate_averaged
 from loka.tuning.gradients import describe, verify_gradients
-from loka.tuning.kernels import find_own, judge_calls, verify_kernels
+from loka.tuning.kernels import verify_kernels
+from loka.tuning.layout import apply_mods
 from loka.tuning.looking import describe_unseen_products, look
 from loka.tuning.tables import choose_parts, describe_part
 from loka.tuning.whole_step import StepTimes
@@ -51,6 +50,9 @@ class Session:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.original: dict[str, timing.Captured] = {}  # the captured steps of the unmodified model, by compile mode
+        self.given: Losses | None = (
+            None  # held-out losses without tune's own rewrites; None: those of the model as it is
+        )
         self._verified: set[str] = set()  # units whose gradients have passed
         self._sound: set[str] = set()  # units whose kernels have passed
         self._judged: dict[KernelCall, str] = {}  # see `verify_kernels`
@@ -81,56 +83,8 @@ class Session:
 
     def apply_mods(self, asked: list[str]) -> list[str]:
         """Apply layout rewrites that keep the function, and the `asked` mods. Return those that changed something."""
-        task, names = self.call.task, [*asked, *mods_room.FREE]
-        example = task.example()
-        if example is None:
-            if asked:
-                raise ValueError(
-                    f"architecture=True: the step calls parts of {type(task.model).__name__} but never the model "
-                    "itself, and mods need a call of the model; hint: give it a forward that does what the step does"
-                )
-            self.call.notes.append(
-                f"the step calls parts of {type(task.model).__name__} but never the model itself: layout rewrites, "
-                "which need a call of the model, are skipped"
-            )
-            return []
-        done = mods_room.apply(task.model, [mods_room.parse(name) for name in names], example=example)
-        changed = {change.mod for change in done.summary.changed}
-        taken = [name for name in names if name in changed]
-        if taken != names:
-            mods_room.revert(task.model)
-            if taken:
-                mods_room.apply(task.model, [mods_room.parse(name) for name in taken], example=example)
-        return self._leave_out_wrong_mods([name for name in taken if name in asked], taken, example)
-
-    def _leave_out_wrong_mods(self, asked: list[str], taken: list[str], example: Any) -> list[str]:
-        """Undo the layout rewrites if they bring a kernel that fails the conformance gate. Return the mods that stay."""
-        call, model = self.call, self.call.task.model
-        if taken == asked:
-            return taken
-        try:
-            calls = find_own(call)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # if the step itself is broken, look() raises its error
-            traceback.clear_frames(error.__traceback__)
-            return taken
-        wrong = judge_calls(call, calls, self._judged)
-        if not wrong:
-            return taken
-        mods_room.revert(model)
-        if asked:
-            mods_room.apply(model, [mods_room.parse(name) for name in asked], example=example)
-        without = set(find_own(call))
-        brought = [one for one in wrong if one not in without]
-        if not brought:  # the model runs them by itself
-            if asked:
-                mods_room.revert(model)
-            mods_room.apply(model, [mods_room.parse(name) for name in taken], example=example)
-            return taken
-        free = ", ".join(name for name in taken if name not in asked)
-        call.notes.append(f"{free} left out: a kernel that it brings fails the conformance gate: {brought[0]}: {wrong[brought[0]]}")  # fmt: skip
-        return asked
+        names, self.given = apply_mods(self.call, asked, self._judged)
+        return names
 
     def run(self, mods: list[str], *, may_drop_mods: bool) -> Tuning:
         """Look, choose, verify, and return the record. `mods` are those the model has now.
@@ -147,7 +101,16 @@ class Session:
         chosen = make_offers(
             looked, limits=Limits.before_swapping(call.margin, training=call.training), training=call.training
         )
-        selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_drop_mods=may_drop_mods)  # fmt: skip
+        selection = Selection(
+            looked,
+            chosen,
+            base,
+            mods,
+            call.margin,
+            list(chosen.offers),
+            self.given or base,
+            may_drop_mods=may_drop_mods,
+        )
         rehearsal.rehearse(call, selection)
         with call.phase("verify the kernels"):
             verify_kernels(call, selection, self._judged, self._sound)
@@ -180,6 +143,8 @@ class Session:
                     f"{', '.join(o.name for o in after_training if o not in selection.offers)}, "
                     "which were dropped later"
                 )
+        if not selection.offers and selection.mods:
+            metric.judge_rewrites(call, selection)
         parts: list[TablePlan | CollectivePlan] = []
         if call.choose_tables or call.choose_collectives:
             with call.phase("choose tables and collectives"):
@@ -285,7 +250,7 @@ def _warn_if_early(call: Call, base: Losses) -> None:
 
 
 def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval | None, parts: list[TablePlan | CollectivePlan], kernels: int) -> Tuning:  # fmt: skip
-    base = selection.base
+    base = selection.given
     return Tuning(
         model=type(call.task.model).__name__,
         target="train" if call.training else "serve",

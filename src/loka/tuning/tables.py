@@ -35,7 +35,7 @@ from loka.records.prose import spell_part
 from loka.records.tuning import TunedUnit
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import compare, evaluate
-from loka.tuning.metric import swap
+from loka.tuning.metric import swap_all
 from loka.tuning.task import Task
 from loka.units import find_collectives, find_tables, place_tables, refuse_tables, release_tables
 from loka.units.tables import dense_matrices, row_bytes
@@ -296,7 +296,7 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
         selection.collectives = [part for part in taken if isinstance(part, CollectivePlan)]
         weights = next((part.codec for part in selection.collectives if part.name == "weights"), "fp32")
         with unrounded(task.model, selection.tables), rounded_weights(task.model, weights):
-            change = selection.change = swap(call, selection, selection.offers)
+            change = selection.change = swap_all(call, selection, selection.offers)
         judged = [p for p in taken if p.evidence is not None and p.evidence.metric_change is not None]
         if call.is_within(change, used) or not judged:
             break
