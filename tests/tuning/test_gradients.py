@@ -135,6 +135,23 @@ def test_a_wrong_bias_gradient_is_refused(defect: Callable[[Tensor], Tensor], mo
     assert not placed(model)
 
 
+@pytest.mark.parametrize(("size", "twice", "wrong"), [(1.6, False, False), (1.6, True, True), (8.0, False, True)])
+def test_one_element_that_is_slightly_off_must_be_so_twice(size: float, twice: bool, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """The largest of thousands of differences may be chance: a Wukong lost a correct chain to 67 % where 52 % were expected."""
+    run = gradients._run
+
+    def jolt(call: Any, selection: Any, plan: Any, *, reference: bool = False, nudged: bool = False) -> Any:
+        found = run(call, selection, plan, reference=reference, nudged=nudged)
+        if plan is not None and not reference and (twice or not nudged):
+            bias = found["the bias of first"][0]
+            bias[0, 3] += size * torch.maximum(bias.abs()[0, 3], bias.square().mean().sqrt())
+        return found
+
+    monkeypatch.setattr(gradients, "_run", jolt)
+    model, _ = make_trained()
+    assert bool(refused(model)) == wrong
+
+
 @pytest.mark.parametrize("which", ["weight", "bias"])
 @pytest.mark.parametrize("defect", [torch.neg, torch.zeros_like, _flip_one])
 def test_a_wrong_gradient_of_a_norm_is_refused(which: str, defect: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
@@ -379,9 +396,9 @@ def test_a_gradient_that_rounding_decides_accuses_no_kernel() -> None:
     """An InterFormer that had hardly been trained: the reference changed by half if its weights moved by a thousandth."""
     generator = torch.Generator().manual_seed(0)
     law, other, noise = (torch.randn(32, 16, generator=generator) for _ in range(3))
-    text, size = gradients._compare_with_reference("it", [law + 4 * other], [law], [law + 0.01 * noise])
+    text, size, _ = gradients._compare_with_reference("it", [law + 4 * other], [law], [law + 0.01 * noise])
     assert text.endswith("a kernel is wrong")
-    text, chaotic = gradients._compare_with_reference("it", [law + 4 * other], [law], [law + 0.5 * noise])
+    text, chaotic, _ = gradients._compare_with_reference("it", [law + 4 * other], [law], [law + 0.5 * noise])
     assert "says little about a kernel" in text
     assert "a kernel is wrong" not in text
     assert size == chaotic > 3
