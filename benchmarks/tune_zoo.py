@@ -4,12 +4,12 @@
     python benchmarks/tune_zoo.py --again tune_zoo.json                          the saved plans in fresh processes; adds what it finds to the rows
     python benchmarks/tune_zoo.py --device cpu --rows 64 --models dlrm --steps 20 --out x.json, then --again x.json         a walk through it: nothing is timed
 
-Labels come from a fixed teacher, the model is trained 500 steps in bf16 first, then tuned on 16 batches it has not seen. One model after another: tuning times what it chooses, so the card must
-be its own. The trained weights are kept beside the record (FILE.weights), for --again.
+Labels come from a fixed teacher. The models are trained 500 steps in bf16 first, all at once, each in a process of its own; the trained weights are kept beside the record (FILE.weights). Then they
+are tuned on 16 batches they have not seen, one after another: tuning times what it chooses, so the card must be its own.
 
 --again, for every row, in a process of its own: the trained model is loaded, converted from the saved plan, and compared with what tune left behind: the same modules and kernels, the same outputs,
 the memory of the model and of one step (bar 5 %), the compiled step (bar 3 %). In the same run it is timed beside bf16, beside torchao's rowwise FP8 where that is installed, and beside
-`plan_everything`, the best that public calls reach by hand, whose change of the loss says whether tune could have taken it.
+`plan_everything`, the best that public calls reach by hand, whose change of the loss says whether tune could have taken it. All rows are prepared and compiled at once, then timed one at a time.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -110,21 +111,30 @@ def held_out(name, target, device):
     return held
 
 
+def train_one(name, steps, device, weights):
+    """Train a model, unless its weights are there already, and keep them."""
+    how = _how(name, steps, device)
+    if weights.exists() and torch.load(weights, map_location="cpu")["how"] == how:
+        return
+    began, model = time.time(), build(name, device)
+    value = train(model, name, device, steps)
+    torch.save({"how": how, "loss": value, "state": model.state_dict(), "seconds": time.time() - began}, weights)
+
+
+def _how(name, steps, device):
+    return {"steps": steps, "rows": len(next(iter(batches(name, device, 1, seed=2)))[1])}
+
+
 def tune(name, target, steps, seconds, device, weights, graphed=True):
     import loka
 
     model = build(name, device)
-    began = time.time()
-    how = {"steps": steps, "rows": len(next(iter(batches(name, device, 1, seed=2)))[1])}
-    kept = torch.load(weights, map_location=device) if weights.exists() else {}
-    if kept.get("how") == how:  # trained for the other target
-        model.load_state_dict(kept["state"])
-        trained = kept["loss"]
-    else:
-        trained = train(model, name, device, steps)
-        torch.save({"how": how, "loss": trained, "state": model.state_dict()}, weights)
+    kept = torch.load(weights, map_location=device)
+    if kept["how"] != _how(name, steps, device):
+        raise ValueError(f"{weights} was trained as {kept['how']}")
+    model.load_state_dict(kept["state"])
+    facts = {"model": name, "target": target, "cuda_graph": graphed, "trained_loss": kept["loss"], "train_s": kept["seconds"]}  # fmt: skip
     del kept  # on the GPU, and not of tune
-    facts = {"model": name, "target": target, "cuda_graph": graphed, "trained_loss": trained, "train_s": time.time() - began}  # fmt: skip
     held = held_out(name, target, device)
     if target == "serve":
         model = model.eval().to(torch.bfloat16)
@@ -177,8 +187,8 @@ def step(model, inputs, labels, target, device):
     return output
 
 
-def again(row, weights, device):
-    """A row's plan in this fresh process: what is the same as in tune's own, and how fast it is here."""
+def again(row, weights, device, my_turn, torchao):
+    """A row's plan in this fresh process: what is the same as in tune's own, and how fast it is here, timed when it is its turn."""
     import loka
     from loka.placing import plan_everything
     from loka.tuning import Task, timing
@@ -204,7 +214,7 @@ def again(row, weights, device):
     others = [
         "bf16",
         "everything",
-        *(["torchao"] if device == "cuda" else []),
+        *(["torchao"] if torchao and device == "cuda" else []),
     ]  # torchao last: it changes how all that follows is compiled
     for way in others:
         other = copy.deepcopy(twin).to(device)
@@ -234,6 +244,7 @@ def again(row, weights, device):
                 if way != "torchao":
                     raise
                 facts.setdefault("failed_ways", {})[way] = f"{type(error).__name__}: {error}"[:500]
+        my_turn()
         times = timing.time_in_turns(ways)
         facts["step_microseconds"] = {way: sorted(values)[len(values) // 2] for way, values in times.items()}
         facts |= judge(record, facts["step_microseconds"], graphed=row.get("cuda_graph", True))
@@ -284,7 +295,7 @@ def save(body, out):
     records.write_atomically(Path(out), json.dumps(body, indent=1).encode())
 
 
-def tune_all(a):
+def tune_all(a, end):
     import loka.records as records
 
     device = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
@@ -292,7 +303,7 @@ def tune_all(a):
     body = json.loads(out.read_text()) if out.exists() else {"rows": []}
     body |= {"command": spell_command(), "environment": msgspec.to_builtins(records.capture_environment(device=device))}  # fmt: skip
     rows = body["rows"] = [row for row in body["rows"] if "failed" not in row]
-    known, end = {(row["model"], row["target"]) for row in rows}, time.time() + a.limit
+    known = {(row["model"], row["target"]) for row in rows}
     for name in a.models.split(","):
         for target in a.targets.split(","):
             if (name, target) in known or time.time() > end:
@@ -310,18 +321,51 @@ def tune_all(a):
                 torch.cuda.empty_cache()
 
 
-def again_all(a):
-    """Every row of a record in a fresh process of its own."""
-    body, end = json.loads(Path(a.again).read_text()), time.time() + a.limit
+def train_all(a):
+    """Every model in a process of its own, all at once: training is not timed."""
+    jobs = {}
+    for name in a.models.split(","):
+        weights_file(a.out, name)
+        command = [sys.executable, __file__, "--train", name, "--out", a.out, "--steps", str(a.steps), "--device", a.device, "--rows", str(a.rows)]  # fmt: skip
+        jobs[name] = subprocess.Popen(command)
+    for name, job in jobs.items():
+        if job.wait():
+            print(f"== {name}: training FAILED", flush=True)
+
+
+def again_all(a, end):
+    """Every row of a record in a fresh process of its own: all are prepared at once, then timed one at a time."""
+    body, work, jobs = json.loads(Path(a.again).read_text()), Path(tempfile.mkdtemp()), {}
     for index, row in enumerate(body["rows"]):
-        if "failed" in row or "failed" not in row.get("again", {"failed": ""}) or time.time() > end:
+        if "failed" in row or "failed" not in row.get("again", {"failed": ""}):
             continue
-        command = [sys.executable, __file__, "--again", a.again, "--row", str(index), "--device", a.device, "--rows", str(a.rows)]  # fmt: skip
-        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        found = ended.stdout.rpartition("AGAIN ")[2] if ended.returncode == 0 else ""
-        row["again"] = json.loads(found) if found else {"failed": ended.stdout[-3000:]}
+        command = [sys.executable, __file__, "--again", a.again, "--row", str(index), "--turn", str(work / str(index)), "--device", a.device, "--rows", str(a.rows)]  # fmt: skip
+        log = (work / f"{index}.log").open("w")
+        jobs[index] = subprocess.Popen([*command, *([] if a.torchao else ["--no-torchao"])], stdout=log, stderr=log)
+
+    def is_there(index, what):
+        return (work / f"{index}.{what}").exists() or jobs[index].poll() is not None
+
+    while not all(is_there(index, "ready") for index in jobs) and time.time() < end:
+        time.sleep(0.1)
+    late = {index for index in jobs if not is_there(index, "ready")}
+    for index in late:
+        jobs[index].kill()
+    for index, job in jobs.items():
+        (work / f"{index}.go").touch()
+        job.wait()
+        row, log = body["rows"][index], (work / f"{index}.log").read_text()
+        found = log.rpartition("AGAIN ")[2] if job.returncode == 0 else ""
+        row["again"] = json.loads(found) if found else {"failed": "not ready in time" if index in late else log[-3000:]}
         save(body, a.out or a.again)
         print(f"== {row['model']} {row['target']}: {json.dumps({k: v for k, v in row['again'].items() if k != 'after'})}", flush=True)  # fmt: skip
+
+
+def wait_for_turn(turn):
+    """Say that this process is prepared, and wait until the card is its own."""
+    Path(f"{turn}.ready").touch()
+    while not Path(f"{turn}.go").exists():
+        time.sleep(0.02)
 
 
 def main():
@@ -330,31 +374,43 @@ def main():
     parser.add_argument("--targets", default="train,serve")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=120, help="budget of one call of tune")
-    parser.add_argument("--limit", type=float, default=math.inf, help="start no row after so many seconds")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=math.inf,
+        help="start no row after so many seconds, and wait no longer for --again's to be prepared",
+    )
     parser.add_argument("--again", metavar="FILE", help="the rows of this record from their saved plans, in fresh processes")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="tune, then the same as --again OUT")
     parser.add_argument("--no-cuda-graph", action="store_true", help="choose for steps that are launched kernel by kernel")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=int, default=0, help="of a batch, instead of each model's own")
     parser.add_argument("--out")
+    parser.add_argument("--no-torchao", dest="torchao", action="store_false", help="leave torchao out of --again")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--turn", help=argparse.SUPPRESS)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.rows:
         for counts in (zoo.ROWS, zoo.zoo_more.ROWS):
             counts.update(dict.fromkeys(counts, a.rows))
+    if a.train:
+        train_one(a.train, a.steps, a.device, weights_file(a.out, a.train))
+        return
     if a.row is not None:
         row = json.loads(Path(a.again).read_text())["rows"][a.row]
-        found = again(row, weights_file(a.again, row["model"]), a.device)
+        found = again(row, weights_file(a.again, row["model"]), a.device, lambda: wait_for_turn(a.turn), a.torchao)
         print("AGAIN " + json.dumps(found), flush=True)
         return
     if not a.again and not a.out:
         parser.error("--out is where the record goes")
+    began = time.time()
     if not a.again:
-        began = time.time()
-        tune_all(a)
-        a.again, a.limit = (a.out if a.fresh else None), a.limit - (time.time() - began)
+        train_all(a)
+        tune_all(a, began + a.limit)
+        a.again = a.out if a.fresh else None
     if a.again:
-        again_all(a)
+        again_all(a, began + a.limit)
 
 
 if __name__ == "__main__":

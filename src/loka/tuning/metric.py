@@ -21,14 +21,29 @@ RETRIES = 4  # linears dropped for the metric that are tried again at the end, t
 
 
 def swap(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
-    """Measure the change of the metric by some units alone: with them in low precision, compared with high precision."""
+    """Measure the change of the metric by some units, compared with the same model in high precision.
+
+    Args:
+        call: provides the held-out batches and the metric.
+        selection: provides the plan of a unit, and the losses in high precision.
+        offers: the units that run in low precision.
+
+    Returns:
+        The relative change, with its 95 % interval.
+    """
     return compare(_run(call, selection, offers), selection.base, call.metric)
 
 
 def swap_all(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
-    """Measure the change of the metric by all that is applied: some units and tune's rewrites.
+    """Measure the change of the metric by all that is applied, compared with the model that the user gave.
 
-    It is relative to the model that the user gave. The losses are in `selection.swapped`.
+    Args:
+        call: provides the held-out batches and the metric.
+        selection: provides the plan of a unit, and the losses of the given model. Its `swapped` is set.
+        offers: the units that run in low precision. The rewrites that tune applied count as well.
+
+    Returns:
+        The relative change, with its 95 % interval.
     """
     selection.swapped = _run(call, selection, offers)
     return compare(selection.swapped, selection.given, call.metric)
