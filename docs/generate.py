@@ -19,7 +19,7 @@ TRAINED = (
     "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_plain.json and trained.json -->"
 )
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
-INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_plain.json, tune_zoo_serve.json, zoo_wukong_infer.json and zoo_inference.json -->"
+INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_fresh.json, tune_zoo_plain.json, tune_zoo_serve.json, zoo_wukong_infer.json and zoo_inference.json -->"
 SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json, serving_generative_3000.json and serving_ranker.json -->"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
@@ -33,9 +33,11 @@ SECTIONS = (
     ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
      "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
      "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),
-    ("One call of tune", "tune_zoo_plain.json, tune_zoo_encoder.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_plain.json, trained_wukong.json, trained.json", zoo.tune_table,
+    ("One call of tune", "tune_zoo_fresh.json, tune_zoo_plain.json, tune_zoo_encoder.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_plain.json, trained_wukong.json, trained.json", zoo.tune_table,
      "The same models, trained for 500 steps on labels of a fixed teacher, or for a third of a training run on real data (Census-Income), then tuned on batches they had not seen. Each row gives speed and loss of one configuration. "
      "The step is forward and backward without an optimizer. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
+    ("Saved plans in fresh processes", "tune_zoo_fresh.json, tune_zoo_dlrm.json", zoo.fresh_table,
+     "The plan of a call of `tune`, loaded in another process and converted there. By hand: every chain and wide linear in FP8 with `placing.plan_everything`, or bf16, whichever step is faster; it may cost more of the loss than `tune` accepts."),
     ("Fast and loss-neutral in one configuration", "trained_plain.json, trained_wukong.json, trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, paired by seed. The trained configurations are the ones that were timed (whole step with AdamW, CUDA graph, no other work on the GPU; only InterFormer's was timed beside other work, so that its ratio counts and its milliseconds do not: 8.9 when alone). Pairs of numbers are ours / baseline."),
     ("Where naive FP8 hurts", "hurts.json, hurts_usual.json, hurts_wide.json", trained.hurts_table,

@@ -168,6 +168,7 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 def tune_table() -> str | None:
     """Return one configuration per row: step and loss compared with bf16."""
     found = _newest(
+        "tune_zoo_fresh",
         "tune_zoo_plain",
         "tune_zoo_encoder",
         "tune_zoo_wukong",
@@ -197,11 +198,48 @@ def tune_table() -> str | None:
     return table(head, rows)
 
 
+def fresh_table() -> str | None:
+    """Return what became of saved plans in fresh processes, one row per plan."""
+    found = [row for row in _newest("tune_zoo_fresh", "tune_zoo_dlrm") if "metric_change" in row.get("again", {})]
+    if not found:
+        return None
+    rows = []
+    for row in sorted(found, key=lambda row: (list(MODELS).index(row["model"]), row["target"] != "train")):
+        again, change = row["again"], row["again"]["metric_change"]
+        hand = change.get("everything")
+        rows.append(
+            [
+                MODELS[row["model"]],
+                row["target"],
+                _say_same(again),
+                f"{again['over_tune']:.2f}" if "over_tune" in again else "",
+                f"{again['memory_after_tune']['peak_gib']:.2f}",
+                f"{again['over_best_by_hand']:.2f}" if "over_best_by_hand" in again else "",
+                "" if hand is None else f"{hand['value']:+.3%} [{hand['low']:+.3%}, {hand['high']:+.3%}]",
+            ]
+        )
+    head = ["model", "for", "the same as in `tune`'s process", "step / step in `tune`", "peak memory of a step in `tune` / here", "step / fastest by hand", "change of the loss, everything by hand in FP8"]  # fmt: skip
+    return table(head, rows)
+
+
+def _say_same(again: dict[str, Any]) -> str:
+    """Name what a plan makes the same in a fresh process, and what differs."""
+    kernels = not again["kernels_only_here"] and not again["kernels_only_in_tune"]
+    parts = {
+        "modules": again["same_modules"],
+        "conversion": again["same_conversion"],
+        "kernels": kernels,
+        "outputs": again["output_difference"] == 0.0,
+    }
+    same, other = ([name for name, equal in parts.items() if equal is wanted] for wanted in (True, False))
+    return ", ".join(same) + (f"; not {', '.join(other)}" if other else "")
+
+
 def inference_headline() -> str | None:
     """Return one paragraph: what `loka.tune` chose for serving with its change of the loss, and all chains in FP8 over the faster mode of bf16."""
     names = {"wukong": "Wukong", "dlrm": "DLRM", "tower": "MLP tower", "cross": "cross network", "encoder": "transformer encoder"}  # fmt: skip
     tuned, ratios = [], []
-    rows = [row for row in _newest("tune_zoo_plain", "tune_zoo_serve") if row["target"] == "serve" and "record" in row]  # fmt: skip
+    rows = [row for row in _newest("tune_zoo_fresh", "tune_zoo_plain", "tune_zoo_serve") if row["target"] == "serve" and "record" in row]  # fmt: skip
     timed = _newest("zoo_wukong_infer", "zoo_inference")
     for model, name in names.items():
         for row in (row for row in rows if row["model"] == model):
