@@ -35,7 +35,7 @@ from attention_h200 import name_of, spread
 from evidence import describe_run
 from torch import Tensor
 
-from loka.inference.context import LARGEST
+from loka.inference.context import round_context
 from loka.kernels.attention import reference as silu_reference
 from loka.kernels.attention import triton_launch
 from loka.kernels.attention.triton_kernels import _add_biases, _find_buckets, _load_times, _place, _sigmoid
@@ -49,7 +49,7 @@ from loka.kernels.masked_attention import triton_ops
 from loka.kernels.masked_attention.triton_kernels import _counts, _ends
 from loka.kernels.masked_attention.triton_kernels import _place as _place_padded
 from loka.kernels.masked_attention.triton_kernels import _store as _store_padded
-from loka.kernels.strides import cdiv, token_columns
+from loka.kernels.strides import cdiv
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
 from loka.measure.conformance import Conformance
 from loka.measure.timing import Contender, sets_needed, time_together
@@ -337,13 +337,14 @@ class Engine(Rows):
         self.q = self.draw(case.rows, case.beams, case.heads, case.d)
         self.k = self.v = self.draw(case.rows, case.length, case.heads, case.d)
         self.lengths = torch.full((case.rows,), case.length, dtype=torch.int32, device=device)
+        self.one = torch.ones((), device=device)
 
     def find_largest(self) -> Tensor:
         return torch.empty(0)  # there are no scales
 
     def cast(self, largest: Tensor) -> Made:
-        low = self.k.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-        return low, token_columns(low)
+        flat = self.k.flatten(2)
+        return round_context(flat, flat, self.one, self.case.heads)
 
     def run_plain(self) -> Tensor:
         return attend(self.q, self.k, self.v, self.lengths, self.scale, True)

@@ -16,6 +16,7 @@ Rows, each for a context length and a batch size:
     fp8            (d) all of it, by `loka.quantize(model, "onerec")`
     fp8 rows           the same with experts scaled per row, by the recipe "onerec_rows"
     fp8 mixed          the same with experts' gate and up scaled per row, down in blocks, by the recipe "onerec_mixed"
+    fp8 mixed context  that, with the context in E4M3 and attention to it in FP8, by `context_cache="e4m3"`
 
 First the correctness: the engine in bf16 against the plain search, and FP8 against bf16, as overlap of beam sets. Then the rows, most important first, until
 --seconds is over; the file is written again after every row, and a row that fails is a row with its error. Weights are random with the statistics of trained
@@ -54,7 +55,12 @@ from loka.records import (
 )
 
 PLAIN = ("eager", "graph", "compiled")
-LOW = {"fp8": "onerec", "fp8 rows": "onerec_rows", "fp8 mixed": "onerec_mixed"}  # variant: recipe
+LOW = {
+    "fp8": "onerec",
+    "fp8 rows": "onerec_rows",
+    "fp8 mixed": "onerec_mixed",
+    "fp8 mixed context": "onerec_mixed",
+}  # variant: recipe
 ENGINES = ("bf16", *LOW, "fp8 linears", "fused")
 PEAKS = {
     "bf16 TFLOP/s": 790.0,
@@ -120,7 +126,7 @@ class Bench:
         self.step("correctness", self.check)
         first = self.batches[0]
         for context in self.contexts:  # what the bars need
-            for name in ("fp8", "bf16", "fp8 mixed", "fp8 rows", "eager"):
+            for name in ("fp8", "bf16", "fp8 mixed", "fp8 mixed context", "fp8 rows", "eager"):
                 self.row(name, first, context)
             if first in self.compiled_batches:
                 self.row("compiled", first, context)
@@ -215,6 +221,7 @@ class Bench:
             fuse=False if self.a.no_fuse or self.device.type == "cpu" else None,
             tune=False if self.a.no_tune else None,
             fold_shared=not self.a.no_fold,
+            context_cache="e4m3" if name == "fp8 mixed context" else "plain",
             backends=tuple(backends.items()),
         )
 

@@ -401,3 +401,23 @@ def test_a_request_does_not_depend_on_its_neighbours_on_a_gpu() -> None:
     for r in range(3):
         alone = beam_attention(q[r : r + 1], k[r : r + 1], v[r : r + 1], lengths[r : r + 1], backend="triton")
         assert torch.equal(alone[0], together[r])
+
+
+@pytest.mark.parametrize("context", [48, 37])
+@pytest.mark.parametrize("beams", [1, 70])
+def test_on_triton_values_whose_tokens_were_transposed_together(triton_device, context: int, beams: int) -> None:
+    """[G D, R S], as one transposing pass over all tokens leaves them. NaN behind a request's keys is not read."""
+    requests, heads, d = 3, 2, 32
+    q, k, _, lengths = make(requests, beams, heads, heads, context, d, dtype=torch.float16, lengths=[context, 33, 5], device=triton_device)  # fmt: skip
+    low = k.to(torch.float8_e4m3fn)
+    columns = torch.zeros(heads * d, -(-requests * context // 16) * 16, dtype=torch.uint8, device=triton_device)
+    columns[:, : requests * context] = low.view(torch.uint8).reshape(-1, heads * d).T
+    together = columns[:, : requests * context].view(torch.float8_e4m3fn).unflatten(1, (requests, context)).unflatten(0, (heads, d))  # fmt: skip
+    v = together.permute(2, 3, 0, 1)
+    assert torch.equal(v.view(torch.uint8), low.view(torch.uint8))
+    out = beam_attention(q, low, v, lengths, scale=0.3, backend="triton")
+    with poisoned_allocations():
+        assert torch.equal(out, beam_attention(q, low, v, lengths, scale=0.3, backend="triton"))
+    assert_near(out, beam_attention(q, low, low, lengths, scale=0.3, backend="reference"), 0.06)
+    apart = low.clone().permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert_near(out, beam_attention(q, low, apart, lengths, scale=0.3, backend="triton"), 2e-3)

@@ -19,19 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from loka.formats import Spec
 from loka.inference.glue import Glue
 from loka.inference.weights import PackedLinear, PackedNorm, Placement
-from loka.kernels.strides import token_columns
+from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.models.onerec import ContextProcessor, OneRec
 
 Pair = tuple[Tensor, Tensor]
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
+ROUNDED = Spec.parse("e4m3:tensor:static")
 GAINS = (0.25, 16.0)  # range of the root mean square of a norm's gains that E4M3 without a scale supports
 
 
 @dataclass(frozen=True)
 class PackedContext:
-    """The weights of the context processor, and the tables it reads."""
+    """The weights of the context processor, and the tables it reads. `one` is the scale of a context in E4M3."""
 
     table: Tensor
     first_rows: Tensor
@@ -47,7 +48,7 @@ class PackedContext:
     recent: int
     groups: int
     pairs: int
-    low: bool
+    one: Tensor | None
 
     @classmethod
     def of(cls, model: OneRec, placement: Placement, table: Tensor, *, cache: str = "plain") -> "PackedContext":
@@ -73,7 +74,7 @@ class PackedContext:
             recent=config.short,
             groups=config.g_kv,
             pairs=config.l_kv,
-            low=cache == "e4m3",
+            one=torch.ones((), device=placement.device) if cache == "e4m3" else None,
         )
 
     def __call__(self, codes: Tensor, static: Tensor | None, glue: Glue) -> list[Pair]:
@@ -90,12 +91,13 @@ class PackedContext:
         wide = self._apply(self.project, glue.join(parts, self.norm))
         chunks = wide.chunk(len(self.chunk_norms), -1)
         made = [glue.join([c], n).to(dtype) for c, n in zip(chunks, self.chunk_norms, strict=True)]
-        if self.low:
-            made = [c.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn) for c in made]
-        heads = [c.view(requests, length + 1, self.groups, -1) for c in made]
         step = len(self.chunk_norms) // self.pairs
-        if self.low:  # values by columns, as FP8 GEMMs take them
-            return [(heads[i * step], token_columns(heads[i * step + step - 1])) for i in range(self.pairs)]
+        if self.one is not None:
+            return [
+                round_context(made[i * step], made[i * step + step - 1], self.one, self.groups)
+                for i in range(self.pairs)
+            ]
+        heads = [c.view(requests, length + 1, self.groups, -1) for c in made]
         return [(heads[i * step], heads[i * step + step - 1]) for i in range(self.pairs)]
 
     def _static(self, requests: int, static: Tensor | None) -> Tensor:
@@ -109,6 +111,32 @@ class PackedContext:
     def _apply(linear: PackedLinear, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         return linear(flat, x.dtype).view(*x.shape[:-1], -1)
+
+
+def round_context(keys: Tensor, values: Tensor, one: Tensor, groups: int) -> Pair:
+    """Round the keys and values of a context to E4M3, values by columns, as FP8 products read them.
+
+    Args:
+        keys: [R, S, G D].
+        values: the same shape. If it is the same tensor as `keys`, it is read once.
+        one: the scale, a tensor on the same device.
+        groups: G, the number of key-value heads.
+
+    Returns:
+        Keys and values [R, S, G, D].
+
+    Example:
+        >>> k, v = round_context(x, x, torch.ones(()), groups=2)
+    """
+    requests, length, wide = keys.shape
+    flat, other = keys.reshape(-1, wide), values.reshape(-1, wide)
+    if values is keys:
+        k, v = quantize_both(flat, ROUNDED, ROUNDED, scale=one, transpose_scale=one)
+    else:
+        k = quantize(flat, ROUNDED, scale=one)
+        v = quantize_transposed(other, ROUNDED, scale=one)
+    columns = v.data.view(groups, wide // groups, requests, length)
+    return k.data.view(requests, length, groups, wide // groups), columns.permute(2, 3, 0, 1)
 
 
 def _check_gains(norms: list[PackedNorm]) -> None:

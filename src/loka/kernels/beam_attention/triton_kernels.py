@@ -6,7 +6,9 @@ of beams, and stays in L2 for the few programs that share it.
 
     m, total, acc  running maximum, sum and weighted values of each row; exp2 with log2(e) folded into the scale
     first key      starts the sums without a tile product: a context is one user token and, mostly, 2^n item tokens
-    full blocks    are loaded by TMA without a length mask; the last, partial block by masked pointer loads
+    full blocks    are loaded by TMA without a length mask. So is a last, partial block: it is moved back to end at the
+                   length, and the keys that have been counted are masked. Its values need no mask, which would take
+                   four times as many instructions as the block. Fewer keys than a block are loaded with a mask
     v is k         one load feeds both products
     few rows       at the first level of a search a request has one beam: one program per request and group would read
                    thousands of keys in turn on an otherwise idle GPU. So the keys are divided into parts of SPAN, each
@@ -39,11 +41,12 @@ SPAN = 32 if INTERPRETED else 256  # keys of a part
 
 
 @triton.jit
-def _update(q, k, v, m, total, acc, scale, left, MASK: tl.constexpr, IEEE: tl.constexpr):
-    """Update the running sums with one block of keys; with MASK only the first `left` count."""
+def _update(q, k, v, m, total, acc, scale, begin, end, MASK: tl.constexpr, IEEE: tl.constexpr):
+    """Update the running sums with one block of keys; with MASK only those from `begin` to `end` count."""
     s = tl.dot(q, k.T, input_precision="ieee" if IEEE else "tf32")
     if MASK:
-        s = tl.where((tl.arange(0, k.shape[0]) < left)[None, :], s, float("-inf"))
+        key = tl.arange(0, k.shape[0])
+        s = tl.where(((key >= begin) & (key < end))[None, :], s, float("-inf"))
     higher = tl.maximum(m, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - higher[:, None])  # one instruction: the scores are scaled nowhere else
     shrink = tl.exp2(m - higher)
@@ -98,11 +101,19 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, sums_ptr, 
         else:
             k = _rows_of(k_base, n, length, k_row, D, DP, BN).to(q.dtype)
             v = k if SHARED else _rows_of(v_base, n, length, v_row, D, DP, BN).to(q.dtype)
-        m, total, acc = _update(q, k, v, m, total, acc, scale, BN, False, IEEE)
+        m, total, acc = _update(q, k, v, m, total, acc, scale, 0, BN, False, IEEE)
     if full < length:
-        k = _rows_of(k_base, full, length, k_row, D, DP, BN).to(q.dtype)
-        v = k if SHARED else _rows_of(v_base, full, length, v_row, D, DP, BN).to(q.dtype)
-        m, total, acc = _update(q, k, v, m, total, acc, scale, length - full, True, IEEE)
+        start = tl.maximum(length - BN, 0) if TMA else full  # keys before `full` have been counted
+        if TMA:
+            at = (r * S).to(tl.int32) + start
+            k = k_desc.load([at, g * D]).to(q.dtype)
+            v = k if SHARED else v_desc.load([at, g * D]).to(q.dtype)
+            if length < BN:
+                v = tl.where((start + tl.arange(0, BN) < length)[:, None], v, tl.zeros_like(v))
+        else:
+            k = _rows_of(k_base, full, length, k_row, D, DP, BN).to(q.dtype)
+            v = k if SHARED else _rows_of(v_base, full, length, v_row, D, DP, BN).to(q.dtype)
+        m, total, acc = _update(q, k, v, m, total, acc, scale, full - start, length - start, True, IEEE)
     if PARTS > 1:
         place = tl.program_id(1).to(tl.int64) * PARTS + part
         tl.store(sums_ptr + place * 2 * B * HG + row, m, beam < B)
@@ -212,7 +223,7 @@ def tile_for(rows: int, shared: bool) -> Tile:
 
 def parts_for(rows: int, keys: int) -> int:
     """Choose the number of parts the keys are divided into, from what all requests of a bucket have in common."""
-    return cdiv(keys - 1, SPAN) if rows <= FEW and keys > 1 + SPAN else 1
+    return cdiv(keys, SPAN) if rows <= FEW and keys > SPAN else 1
 
 
 def _one_matrix(x: Tensor) -> bool:
@@ -242,7 +253,7 @@ def attend(
     rows = beams * (heads // groups)
     bm, bn, warps, stages = tile or tile_for(rows, shared)
     tma = _one_matrix(k) and (shared or _one_matrix(v))
-    parts = parts_for(rows, s)
+    parts = parts_for(rows, s - 1)  # the first key starts the sums
     pairs, sums, values = requests * groups, None, out
     if parts > 1:
         sums = torch.empty(pairs, parts, 2, rows, dtype=torch.float32, device=q.device)
