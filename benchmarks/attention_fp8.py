@@ -42,6 +42,7 @@ from loka.kernels.attention.triton_kernels import _add_biases, _find_buckets, _l
 from loka.kernels.attention.triton_kernels import _store as _store_events
 from loka.kernels.attention.triton_launch import Problem, Tile
 from loka.kernels.beam_attention import reference as beam_reference
+from loka.kernels.beam_attention.triton_kernels import Tile as BeamTile
 from loka.kernels.beam_attention.triton_kernels import attend
 from loka.kernels.beam_attention.triton_low_kernels import attend_low
 from loka.kernels.masked_attention import reference as masked_reference
@@ -218,7 +219,7 @@ TINY = [Case("hstu", "silu", 2, 24, 1, 32), Case("interformer", "softmax", 2, 21
 TILES = {
     "silu": [Tile(64, 32, 4, 3, 168), Tile(64, 32, 4, 3), Tile(64, 64), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3), Tile(128, 64, 8)],
     "softmax": [Tile(64, 32, 4, 3), Tile(64, 64), Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)],
-    "engine": [Tile(64, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 4), Tile(128, 128, 8), Tile(128, 128, 8, 3), Tile(128, 64, 8, 4)],
+    "engine": [Tile(64, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2, 168), Tile(64, 64, 4, 3, 168), Tile(128, 128, 8, 3), Tile(128, 64, 8, 4)],
     "first": [Tile(16, 128, 4, 3), Tile(16, 64, 4, 4), Tile(64, 128, 4, 3)],
 }  # fmt: skip
 SMALL = [Tile(16, 32), Tile(32, 16)]
@@ -357,7 +358,13 @@ class Engine(Rows):
         return beam_reference.run(self.q.float(), self.k.float(), self.v.float(), self.lengths, scale=self.scale)
 
     def run_low(self, made: Made, tile: Tile) -> Tensor:
-        return attend_low(self.q, *made, self.lengths, self.scale, (tile.queries, tile.keys, tile.warps, tile.stages))
+        return attend_low(
+            self.q,
+            *made,
+            self.lengths,
+            self.scale,
+            BeamTile(tile.queries, tile.keys, tile.warps, tile.stages, tile.registers),
+        )
 
 
 SIDES: dict[str, Any] = {"silu": Silu, "softmax": Softmax, "engine": Engine}

@@ -22,6 +22,8 @@ new keys and values come straight from the projection; the same pass writes them
 in which case a program has all heads of its beams.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,9 +37,18 @@ from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
-Tile = tuple[int, int, int, int]  # BM, BN, warps, stages
 FEW = 64  # rows of a request and group up to which its keys are divided
 SPAN = 32 if INTERPRETED else 256  # keys of a part
+
+
+class Tile(NamedTuple):
+    """A launch: rows and keys of a tile, warps, stages, and the most registers of a thread if they are capped."""
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 3
+    registers: int | None = None
 
 
 @triton.jit
@@ -213,12 +224,12 @@ def _padded(width: int) -> int:
 def tile_for(rows: int, shared: bool) -> Tile:
     """Choose a tile for `rows` (beam, head) rows per request and group. shared: the keys are also the values."""
     if INTERPRETED:
-        return (16, 16, 4, 2)
+        return Tile(16, 16, stages=2)
     if rows <= 16:
-        return (16, 64, 4, 3)
+        return Tile(16, 64)
     # The fastest of sixteen tiles at 512 and at 3,000 keys on an H200. With values of their own, three stages of 128
     # keys would leave room for one program per multiprocessor, and softmax and products overlap between programs only.
-    return (64, 128, 4, 3) if shared else (64, 64, 4, 3)
+    return Tile(64, 128 if shared else 64)
 
 
 def parts_for(rows: int, keys: int) -> int:
@@ -251,7 +262,7 @@ def attend(
     if scale <= 0:  # the kernel scales the maximum of the scores: the largest only times a positive number
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     rows = beams * (heads // groups)
-    bm, bn, warps, stages = tile or tile_for(rows, shared)
+    bm, bn, warps, stages, registers = tile or tile_for(rows, shared)
     tma = _one_matrix(k) and (shared or _one_matrix(v))
     parts = parts_for(rows, s - 1)  # the first key starts the sums
     pairs, sums, values = requests * groups, None, out
@@ -262,6 +273,7 @@ def attend(
         q, k, v, _descriptor(k, bn) if tma else None, _descriptor(v, bn) if tma and not shared else None, lengths, values, sums,
         beams, heads, groups, s, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         heads // groups, d, _padded(d), bm, bn, shared, tma, q.dtype == torch.float32, parts, SPAN, num_warps=warps, num_stages=stages,
+        maxnreg=registers,
     )  # fmt: skip
     if parts > 1:
         _join[(rows, pairs)](sums, values, out, rows, heads, groups, parts, heads // groups, d, _padded(d), num_warps=1)

@@ -119,8 +119,8 @@ def fits(d: int) -> bool:
 def tile_for_low(rows: int) -> Tile:
     """Choose a tile: for many rows the fastest of six at 3,000 keys on an H200."""
     if INTERPRETED:
-        return (16, 32, 4, 2)
-    return (64, 128, 4, 3) if rows > 16 else (16, 128, 4, 3)
+        return Tile(16, 32, stages=2)
+    return Tile(64 if rows > 16 else 16, 128)
 
 
 def _columns_descriptor(v: Tensor, bn: int) -> tuple[TensorDescriptor, int, int] | None:
@@ -153,7 +153,7 @@ def attend_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, t
     if scale <= 0:  # as in `attend`
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     rows = beams * (heads // groups)
-    bm, bn, warps, stages = tile or tile_for_low(rows)
+    bm, bn, warps, stages, registers = tile or tile_for_low(rows)
     keys = _descriptor(k, bn) if _one_matrix(k) else None
     columns = _columns_descriptor(v, bn) if keys is not None else None
     values, down, right = columns or (None, 0, 0)
@@ -165,7 +165,7 @@ def attend_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, t
     _attend_low[(cdiv(rows, bm), pairs, parts)](
         q, k, v, keys if tma else None, values, lengths, made, sums, beams, heads, groups, s, scale * LOG2E,
         *q.stride()[:3], *k.stride()[:3], v.stride(0), v.stride(2), v.stride(3), down, right, heads // groups, d, bm, bn, tma,
-        parts, SPAN, INTERPRETED, num_warps=warps, num_stages=stages,
+        parts, SPAN, INTERPRETED, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     if parts > 1:
         _join[(rows, pairs)](sums, made, out, rows, heads, groups, parts, heads // groups, d, d, num_warps=1)
