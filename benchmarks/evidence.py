@@ -120,7 +120,7 @@ JOBS = (
     gpu("zoo-more-5", "zoo_more_5", "zoo.py --models mmoe,ple --modes train --ways bf16,bf16-layout,torchao-rowwise,loka --wait 200 --out {out}", 250),
     gpu("tune", "tune_zoo", "tune_zoo.py --models dlrm,tower,cross,encoder --limit 300 --out {out}", 400),
     gpu("tune-plain", "tune_zoo_plain", "tune_zoo.py --models dlrm,tower,cross,encoder --seconds 90 --limit 210 --out {out}", 300),
-    gpu("tune-fresh", "tune_zoo_fresh", "tune_zoo.py --models wukong,tower,cross,encoder --seconds 60 --fresh --no-torchao --limit 500 --out {out}", 560),
+    gpu("tune-fresh", "tune_zoo_fresh", "tune_zoo.py --models wukong/train,tower,cross,encoder,wukong/serve --seconds 60 --fresh --no-torchao --limit 490 --out {out}", 560),
     gpu("tune-more", "tune_zoo_more", "tune_zoo.py --models mmoe,masknet --targets serve,train --limit 300 --seconds 90 --out {out}", 350),
     gpu("tune-encoder", "tune_zoo_encoder", "tune_zoo.py --models encoder --seconds 60 --out {out}", 180),
     gpu("tune-ungraphed", "tune_zoo_ungraphed", "tune_zoo.py --models dlrm --targets train --no-cuda-graph --out {out}", 90),

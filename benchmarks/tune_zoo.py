@@ -33,6 +33,9 @@ import zoo
 from evidence import spell_command
 
 
+AGAIN = 100  # seconds of --limit that --fresh keeps for --again
+
+
 def teacher(shapes, device, seed=7, pooled=False):
     """A fixed function of the inputs, smooth and not linear; labels are drawn from it.
 
@@ -304,27 +307,32 @@ def tune_all(a, end):
     body |= {"command": spell_command(), "environment": msgspec.to_builtins(records.capture_environment(device=device))}  # fmt: skip
     rows = body["rows"] = [row for row in body["rows"] if "failed" not in row]
     known = {(row["model"], row["target"]) for row in rows}
-    for name in a.models.split(","):
-        for target in a.targets.split(","):
-            if (name, target) in known or time.time() > end:
-                continue
-            try:
-                rows.append(
-                    tune(name, target, a.steps, a.seconds, a.device, weights_file(a.out, name), not a.no_cuda_graph)
-                )
-                print(f"== {name} {target}: trained {rows[-1]['train_s']:.0f} s, tuned in {rows[-1]['tune_s']:.0f} s\n{rows[-1]['printed']}", flush=True)  # fmt: skip
-            except Exception as error:  # the next model is still worth its row
-                rows.append({"model": name, "target": target, "failed": traceback.format_exc()[-3000:]})
-                print(f"== {name} {target}: FAILED {error}\n{traceback.format_exc()[-1500:]}", flush=True)
-            save(body, out)
-            if a.device == "cuda":
-                torch.cuda.empty_cache()
+    for name, target in cases(a):
+        if (name, target) in known or time.time() > end:
+            continue
+        try:
+            rows.append(
+                tune(name, target, a.steps, a.seconds, a.device, weights_file(a.out, name), not a.no_cuda_graph)
+            )
+            print(f"== {name} {target}: trained {rows[-1]['train_s']:.0f} s, tuned in {rows[-1]['tune_s']:.0f} s\n{rows[-1]['printed']}", flush=True)  # fmt: skip
+        except Exception as error:  # the next model is still worth its row
+            rows.append({"model": name, "target": target, "failed": traceback.format_exc()[-3000:]})
+            print(f"== {name} {target}: FAILED {error}\n{traceback.format_exc()[-1500:]}", flush=True)
+        save(body, out)
+        if a.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def cases(a):
+    """(model, target), as asked for: `dlrm` is that model for all targets, `dlrm/train` for one."""
+    named = [name.partition("/") for name in a.models.split(",")]
+    return [(name, target) for name, _, one in named for target in ([one] if one else a.targets.split(","))]
 
 
 def train_all(a):
     """Every model in a process of its own, all at once: training is not timed."""
     jobs = {}
-    for name in a.models.split(","):
+    for name in dict.fromkeys(name for name, _ in cases(a)):
         weights_file(a.out, name)
         command = [sys.executable, __file__, "--train", name, "--out", a.out, "--steps", str(a.steps), "--device", a.device, "--rows", str(a.rows)]  # fmt: skip
         jobs[name] = subprocess.Popen(command)
@@ -370,7 +378,9 @@ def wait_for_turn(turn):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="dlrm,tower,cross,wukong,encoder")
+    parser.add_argument(
+        "--models", default="dlrm,tower,cross,wukong,encoder", help="names, or name/target for one target"
+    )
     parser.add_argument("--targets", default="train,serve")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=120, help="budget of one call of tune")
@@ -407,7 +417,7 @@ def main():
     began = time.time()
     if not a.again:
         train_all(a)
-        tune_all(a, began + a.limit)
+        tune_all(a, began + a.limit - AGAIN * a.fresh)
         a.again = a.out if a.fresh else None
     if a.again:
         again_all(a, began + a.limit)
