@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import zoo
 from evidence import spell_command
 
-
 AGAIN = 100  # seconds of --limit that --fresh keeps for --again
 
 
