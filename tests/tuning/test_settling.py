@@ -32,7 +32,7 @@ def make(names: str = "abc", left: float = 60.0) -> tuple[Any, Selection]:
     call = SimpleNamespace(margin=0.0002, training=True, left=left, budget=60.0, notes=[], cuda_graph=True)
     call.margin_for = lambda change: Call.margin_for(call, change)  # type: ignore[arg-type]
     call.is_within = lambda change, used: Call.is_within(call, change, used)  # type: ignore[arg-type]
-    selection = Selection(looked, Chosen(list(offers), {}), None, [], 0.0002, list(offers))  # type: ignore[arg-type]
+    selection = Selection(looked, Chosen(list(offers), {}), None, [], 0.0002, list(offers), None)  # type: ignore[arg-type]
     selection.alone = {name: Interval(value=COST[name], low=COST[name] - WIDTH, high=COST[name] + WIDTH) for name in names}  # fmt: skip
     return call, selection
 
@@ -51,7 +51,8 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         total = sum(COST[offer.name] for offer in offers)
         return Interval(value=total, low=total - WIDTH, high=total + WIDTH)
 
-    monkeypatch.setattr(metric, "swap", swap)
+    for name in ("swap", "swap_all"):
+        monkeypatch.setattr(metric, name, swap)
     return asked
 
 
@@ -178,7 +179,8 @@ def test_what_left_is_tried_again_when_it_was_not_the_one(swapped: list[str], mo
         selection.swapped = asked  # type: ignore[assignment]
         return Interval(value=value, low=value - WIDTH, high=value + WIDTH)
 
-    monkeypatch.setattr(metric, "swap", swap)
+    for name in ("swap", "swap_all"):
+        monkeypatch.setattr(metric, name, swap)
     metric.hold_margin(call, selection)
     assert (names(selection), "e" in selection.chosen.kept) == ("ef", False)
     assert selection.change is not None
