@@ -135,11 +135,13 @@ def test_the_note_on_a_coarse_margin_is_of_what_is_in_at_the_end(monkeypatch: py
     call, selection = make("ab")
     selection.base = SimpleNamespace(step=0.0, per_example=True)  # type: ignore[assignment]
     wide = Interval(value=0.0, low=-0.0005, high=0.0005)
-    monkeypatch.setattr(metric, "swap", lambda *given: wide)
+    for name in ("swap", "swap_all"):
+        monkeypatch.setattr(metric, name, lambda *given: wide)
     metric.hold_margin(call, selection)
     metric.note_margin(call, selection)
     assert "judged at 0.1%" in call.notes[0]
-    monkeypatch.setattr(metric, "swap", lambda *given: Interval(value=0.0, low=-1e-5, high=1e-5))
+    for name in ("swap", "swap_all"):
+        monkeypatch.setattr(metric, name, lambda *given: Interval(value=0.0, low=-1e-5, high=1e-5))
     metric.hold_margin(call, selection, selection.used)
     metric.note_margin(call, selection)
     assert len(call.notes) == 1
@@ -179,8 +181,7 @@ def test_what_left_is_tried_again_when_it_was_not_the_one(swapped: list[str], mo
         selection.swapped = asked  # type: ignore[assignment]
         return Interval(value=value, low=value - WIDTH, high=value + WIDTH)
 
-    for name in ("swap", "swap_all"):
-        monkeypatch.setattr(metric, name, swap)
+    monkeypatch.setattr(metric, "swap_all", swap)
     metric.hold_margin(call, selection)
     assert (names(selection), "e" in selection.chosen.kept) == ("ef", False)
     assert selection.change is not None
