@@ -539,3 +539,23 @@ def test_an_option_that_changes_after_conversion_is_noticed(at: int, name: str, 
         model(x)
     setattr(model[at], name, before)
     assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("way", ["eager", "no_grad", "compiled"])
+def test_a_spectral_norm_added_to_a_chain_makes_one_step_a_forward(way: str, at: int) -> None:
+    """It steps its power iteration whenever the weight is read."""
+    mlp, x = make_tower(norm="layer"), torch.randn(32, 70)
+    chained(mlp)
+    mlp(x)
+    linear = mlp.layers[at].linear
+    torch.nn.utils.parametrizations.spectral_norm(linear)
+    vector, weight = linear.parametrizations.weight[0]._u, linear.parametrizations.weight.original
+    expected = F.normalize(weight @ F.normalize(weight.T @ vector, dim=0), dim=0)
+    run = torch.compile(mlp, backend="aot_eager", fullgraph=True) if way == "compiled" else mlp
+    with torch.set_grad_enabled(way != "no_grad"):
+        y = run(x)
+    torch.testing.assert_close(vector, expected)
+    if way != "no_grad":
+        y.square().sum().backward()
+        assert weight.grad.abs().sum() > 0

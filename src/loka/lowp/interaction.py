@@ -107,9 +107,9 @@ class _Fused(nn.Module):
         chain = _tower_of(self)
         assert chain is not None
         call = _describe(self, x.shape[0], x.dtype)
-        layout = chain.layout(x.dtype)
-        seed = chain.draw_seed(layout, x.device)
-        with torch.autocast(x.device.type, enabled=False):
+        with chain.read_once(), torch.autocast(x.device.type, enabled=False):
+            layout = chain.layout(x.dtype)
+            seed = chain.draw_seed(layout, x.device)
             if chain.watching and chain.health is not None:
                 _look(chain, interact(x.detach(), self.mix.weight.detach(), call, chain.static).products, layout, seed)
             if not chain.needs_gradient(x):
