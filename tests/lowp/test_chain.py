@@ -559,3 +559,29 @@ def test_a_spectral_norm_added_to_a_chain_makes_one_step_a_forward(way: str, at:
     if way != "no_grad":
         y.square().sum().backward()
         assert weight.grad.abs().sum() > 0
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda given: model(given).sum())(x),
+    "grad of parameters": lambda model, x: torch.func.grad(
+        lambda held: torch.func.functional_call(model, held, (x,)).sum()
+    )({name: p.detach() for name, p in model.named_parameters()}),
+    "vjp": lambda model, x: torch.func.vjp(model, x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "vmap": lambda model, x: torch.func.vmap(model)(x[None]),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("chain", [False, True])
+def test_transforms_of_functions_are_refused_with_a_hint(how: str, chain: bool) -> None:
+    mlp, x = make_tower(norm="layer"), torch.randn(32, 70)
+    if chain:
+        chained(mlp)
+    else:
+        loka.convert(mlp, recipe="rowwise")
+    expected = mlp(x)
+    with pytest.raises(ValueError, match=r"transforms of torch.func.*hint: loka.revert\(model\) first"):
+        TRANSFORMS[how](mlp, x)
+    held = {name: p.detach() for name, p in mlp.named_parameters()}
+    assert torch.equal(torch.func.functional_call(mlp, held, (x,)), expected)
