@@ -104,7 +104,7 @@ def test_a_table_that_is_dropped_with_everything_together_is_not_called_converte
 ) -> None:
     """Within the margin alone, and not together with the rest: row, note and plan say the same."""
     beyond = Interval(value=0.5, low=0.4, high=0.6)
-    monkeypatch.setattr("loka.tuning.tables.swap", lambda *given: beyond)
+    monkeypatch.setattr("loka.tuning.tables.swap_all", lambda *given: beyond)
     model = trained()
     tuned = loka.tune(model, batches(), loss, margin=0.02, tables=True, progress=False)
     assert tuned.plan.tables == []
