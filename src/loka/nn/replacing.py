@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules import module as every_module
 
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
+_LEAVES = frozenset((int, float, bool, str, type(None)))  # most attributes, which hold nothing
 _DEPTH = 6  # containers may be nested, or hold themselves
 SEES_CHAINS = "loka_sees_chains"  # attribute of a forward hook that knows that modules of a chain return placeholders
 
@@ -50,16 +51,16 @@ def find_plain_holder(held: Collection[object], model: nn.Module) -> str | None:
         'tables'
     """
     wanted, inside = {id(one) for one in held}, {id(module) for module in model.modules()}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            own = key in _OWN or key.lstrip("_").startswith("loka")  # what this package keeps to restore a model
-            if not own and _leads_to(value, wanted, inside, _DEPTH):
-                return f"{name}.{key}".lstrip(".")
+    for module in model.modules():
+        for key in vars(module).keys() - _OWN:
+            own = key.lstrip("_").startswith("loka")  # what this package keeps to restore a model
+            if not own and _leads_to(vars(module)[key], wanted, inside, _DEPTH):
+                return f"{next(name for name, found in model.named_modules() if found is module)}.{key}".lstrip(".")
     return None
 
 
 def _leads_to(value: Any, wanted: Collection[int], inside: Collection[int], depth: int) -> bool:
-    if id(value) in wanted or depth == 0:
+    if id(value) in wanted or depth == 0 or type(value) in _LEAVES:
         return id(value) in wanted
     parts: Iterable[Any] = ()
     if isinstance(value, list | tuple | set | frozenset):
