@@ -192,6 +192,13 @@ class TestFiles:
         assert {m.metric: m.outcome for m in test.metrics} == {"recall@10": "better", "loss": "better"}
         run("ab", b, a, code=1)  # worse is a finding
 
+    def test_no_difference_of_few_users_is_no_evidence(self, tmp_path: Path) -> None:
+        a = self.write(tmp_path / "a.jsonl", 0.0, users=20)
+        said = run("ab", a, a)
+        assert "inconclusive" in said
+        assert "equivalent" not in said
+        assert "recall@10 differs for no user: its interval is what 20 users can exclude" in said
+
     def test_the_direction_of_a_metric_is_told_and_may_be_given(self, tmp_path: Path) -> None:
         for name, value in (("a", 1.0), ("b", 1.1)):
             lines = [json.dumps({"user": u, "bounces": value * (1 + u % 7), "clicks": 1.0}) for u in range(50)]

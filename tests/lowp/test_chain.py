@@ -539,3 +539,49 @@ def test_an_option_that_changes_after_conversion_is_noticed(at: int, name: str, 
         model(x)
     setattr(model[at], name, before)
     assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("way", ["eager", "no_grad", "compiled"])
+def test_a_spectral_norm_added_to_a_chain_makes_one_step_a_forward(way: str, at: int) -> None:
+    """It steps its power iteration whenever the weight is read."""
+    mlp, x = make_tower(norm="layer"), torch.randn(32, 70)
+    chained(mlp)
+    mlp(x)
+    linear = mlp.layers[at].linear
+    torch.nn.utils.parametrizations.spectral_norm(linear)
+    vector, weight = linear.parametrizations.weight[0]._u, linear.parametrizations.weight.original
+    expected = F.normalize(weight @ F.normalize(weight.T @ vector, dim=0), dim=0)
+    run = torch.compile(mlp, backend="aot_eager", fullgraph=True) if way == "compiled" else mlp
+    with torch.set_grad_enabled(way != "no_grad"):
+        y = run(x)
+    torch.testing.assert_close(vector, expected)
+    if way != "no_grad":
+        y.square().sum().backward()
+        assert weight.grad.abs().sum() > 0
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda given: model(given).sum())(x),
+    "grad of parameters": lambda model, x: torch.func.grad(
+        lambda held: torch.func.functional_call(model, held, (x,)).sum()
+    )({name: p.detach() for name, p in model.named_parameters()}),
+    "vjp": lambda model, x: torch.func.vjp(model, x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "vmap": lambda model, x: torch.func.vmap(model)(x[None]),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("chain", [False, True])
+def test_transforms_of_functions_are_refused_with_a_hint(how: str, chain: bool) -> None:
+    mlp, x = make_tower(norm="layer"), torch.randn(32, 70)
+    if chain:
+        chained(mlp)
+    else:
+        loka.convert(mlp, recipe="rowwise")
+    expected = mlp(x)
+    with pytest.raises(ValueError, match=r"transforms of torch.func.*hint: loka.revert\(model\) first"):
+        TRANSFORMS[how](mlp, x)
+    held = {name: p.detach() for name, p in mlp.named_parameters()}
+    assert torch.equal(torch.func.functional_call(mlp, held, (x,)), expected)

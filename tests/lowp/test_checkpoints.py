@@ -1,5 +1,7 @@
 """Activation checkpoints inside a forward: a chain is run again in backward, outside the forward that was converted, and gives the same gradients."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,6 +84,54 @@ def test_the_spellings_compute_what_the_model_does(spelling: str) -> None:
     exact, found = gradients(spelling, None, converted=False), gradients(spelling, None)
     for a, b in zip(exact, found, strict=True):
         assert (a - b).norm() < 0.35 * a.norm()
+
+
+class Begun(nn.Module):
+    """The head is called in front of a checkpoint, which begins inside the chain and saves tensors behind it."""
+
+    def __init__(self, begin: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(W, W) for _ in range(3))
+        self.norm, self.act, self.begin, self.saves = nn.LayerNorm(W), nn.ReLU(), begin, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.begin == "norm":
+            return self.run(lambda h: self.rest(F.gelu(self.b(self.act(self.norm(h))))), h)
+        h = self.act(self.norm(h))
+        if self.begin == "linear":
+            return self.run(lambda h: self.rest(F.gelu(self.b(h))), h)
+        return self.run(lambda h: self.rest(F.gelu(h)), self.b(h))
+
+    def run(self, part: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        made: Any = checkpoint(part, h, use_reentrant=False) if self.saves else part(h)
+        return made
+
+    def rest(self, h: Tensor) -> Tensor:
+        h = torch.sin(self.c(h))
+        return h * torch.sigmoid(h)
+
+
+@pytest.mark.parametrize("put_back", ["", "b", "c"])
+@pytest.mark.parametrize("begin", ["norm", "linear", "function"])
+def test_a_checkpoint_may_begin_inside_a_chain(begin: str, put_back: str) -> None:
+    """What is behind the chain is run again in backward, from what the forward passed on."""
+    model, x = Begun(begin), torch.randn(32, W, generator=torch.Generator().manual_seed(1))
+    loka.convert(model, plan_everything(model, x))
+    assert len(loka.lowp.chain.chain_of(model.a).links) == 3
+    model(x).sum().backward()  # scales are known from here on
+    if put_back:
+        loka.Guard(model).put_back(put_back)
+    states, found = copy.deepcopy(loka.scale_state(model)), []
+    for model.saves in (False, True):
+        loka.load_scale_state(model, states)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == 8
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class Peeking(nn.Module):

@@ -363,3 +363,25 @@ class TestSaved:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
             model(x)
         assert set(kept) <= own
+
+
+@pytest.mark.parametrize(("factor", "own", "after"), [(1e3, 0.99, 0.045), (1e4, 0.99, 0.07), (1e5, 0.99, 0.6)])
+def test_an_outlier_makes_scales_coarse_for_as_long_as_it_is_remembered(
+    factor: float, own: float, after: float
+) -> None:
+    """What the documentation says of one batch with an outlier: `loka.lowp.scaling` and the how-to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    convert(model, recipe="tensorwise", options=LinearOptions(scales="delayed", scaling=Scaling(history=4)))
+    errors = []
+    for step in range(9):
+        x = torch.randn(128, 64) * (factor if step == 2 else 1.0)
+        y, exact = model(x), x @ model[0].weight.T
+        errors.append(float(((y - exact).norm() / exact.norm()).detach()))
+        y.sum().backward()
+        refresh(model)
+    usual = 1.1 * errors[0]
+    assert errors[2] > own
+    assert all(error < after for error in errors[3:7])
+    assert (max(errors[3:7]) > usual) == (factor > 1e3)
+    assert max(errors[:2] + errors[7:]) < usual

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loka.metrics import LogLoss, compare_paired, decide, log_losses, minimum_detectable_effect
+from loka.metrics.bootstrap import bound_unseen
 from loka.metrics.compare import Comparison
 
 
@@ -180,6 +181,33 @@ def test_relative_interval_covers() -> None:
         )
         covered += result.low <= 5.0 <= result.high
     assert covered / 400 == pytest.approx(0.9, abs=0.06)
+
+
+@pytest.mark.parametrize(("users", "verdict"), [(20, "inconclusive"), (1_000, "inconclusive"), (10_000, "equivalent")])
+def test_no_difference_at_all_is_as_much_evidence_as_there_are_users(users: int, verdict: str) -> None:
+    """Hits of 3 users in 10, the same in both runs: of n users, 3.7 / n may differ unseen."""
+    hits = (torch.arange(users) % 10 < 3).double()
+    result = compare_paired(hits, hits, margin=1.0, lower_is_better=False, relative=True)
+    assert result.verdict == verdict
+    assert result.high == -result.low == pytest.approx(100 * (1 - 0.025 ** (1 / users)) / 0.3)
+    assert result.mde > result.high
+    grouped = compare_paired(
+        hits, hits, margin=1.0, lower_is_better=False, relative=True, groups=torch.arange(users) // 10
+    )
+    assert grouped.high > result.high  # ten neighbours are one unit
+
+
+def test_the_bound_of_unseen_differences_holds_as_often_as_it_says() -> None:
+    """If as many hits are lost as the interval admits, a sample shows none of them once in 40 times, two-sided."""
+    rate = bound_unseen(50, 0.95)
+    draws = torch.rand(20_000, 50, generator=torch.Generator().manual_seed(0)) < rate
+    assert float((~draws.any(1)).double().mean()) == pytest.approx(0.025, abs=0.004)
+
+
+def test_zeros_alone_show_no_scale() -> None:
+    zeros = torch.zeros(5_000)
+    result = compare_paired(zeros, zeros, margin=0.1, lower_is_better=True)
+    assert (result.estimate, result.verdict) == (0.0, "inconclusive")
 
 
 def test_few_seeds_use_student() -> None:

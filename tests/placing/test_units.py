@@ -205,6 +205,20 @@ def test_a_norm_with_another_eps_is_another_norm() -> None:
         loka.convert(model, plan)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, loka.nn.BlockNorm])
+def test_a_plan_edited_to_another_eps_is_refused(norm: type[nn.Module]) -> None:
+    """A block norm's kernel has a fixed eps: the plan would say what does not run."""
+    model = nn.Sequential(nn.Linear(64, 256), norm(256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 1))
+    x = torch.randn(8, 64)
+    plan = plan_everything(model, x)
+    (unit,) = plan.units
+    first, *rest = unit.links
+    edited = msgspec.structs.replace(unit, links=[msgspec.structs.replace(first, eps=0.5), *rest])
+    with pytest.raises(ValueError, match=r"1: a \w+ norm with eps .*, the plan has 1 with eps 0.5"):
+        loka.convert(model, msgspec.structs.replace(plan, units=[edited]))
+    loka.convert(model, plan)
+
+
 def test_twice_is_refused() -> None:
     model, x = converted()
     with pytest.raises(ValueError, match=r"already converted: dense.2, over.0; call loka.revert"):

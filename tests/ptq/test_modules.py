@@ -71,9 +71,9 @@ def test_buffers_written_into_or_exchanged_are_what_runs(padding: SimpleNamespac
     other, x = make(1), torch.randn(5, 13)
     expected = other(x)
     written, assigned, swapped = make(), make(), make()
-    for name in ("weight", "weight_scale", "bias"):
-        getattr(written, name).copy_(getattr(other, name))
-        setattr(assigned, name, getattr(other, name))
+    for name, tensor in other.state_dict().items():
+        written.state_dict()[name].copy_(tensor)
+        setattr(assigned, name, tensor if name != "bias" else other.bias)
     assert torch.equal(written(x), expected)
     assert torch.equal(assigned(x), expected)
     before, tensors = swapped(x), dict(other.state_dict())
@@ -82,6 +82,11 @@ def test_buffers_written_into_or_exchanged_are_what_runs(padding: SimpleNamespac
     count = padding.count
     written(x)
     assert padding.count == count  # laid out once, after the write
+    assigned.weight = other.weight  # read in high precision
+    with pytest.raises(
+        ValueError, match=r"replaced by torch.float32, expected torch.float8_e4m3fn.*hint: assign the `codes`"
+    ):
+        assigned(x)
 
 
 def test_compiled_it_is_one_graph(padding: SimpleNamespace) -> None:
@@ -94,7 +99,7 @@ def test_most_widths_are_the_buffers_themselves() -> None:
     weight = quantize_by_law(torch.randn(32, 64), ROW)
     for backend in ("auto", "torch", "triton", "fbgemm"):
         module = QuantizedLinear(weight, ROW, None, backend=backend)
-        assert module.ready.data is module.weight
+        assert module.ready.data is module.codes
         assert module.ready.scale is module.weight_scale
 
 
@@ -106,7 +111,7 @@ def test_experts_too() -> None:
     assert parts_of(module.ready)[0].shape == (3, 24, 48)
     assert torch.equal(module.ready.dequantize(), weight.dequantize())
     plain = QuantizedExperts(weight, ROW, backend="reference")
-    assert plain.ready.data is plain.weight
+    assert plain.ready.data is plain.codes
     x, ends = torch.randn(6, 40), torch.tensor([2, 2, 6], dtype=torch.int32)
     module.bound = replace(module.bound, backend="reference")  # any backend takes what was prepared for another
     assert torch.equal(module(x, ends), plain(x, ends))

@@ -1,5 +1,6 @@
 """Recipes, the swap, the bound, and the size of what comes out."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -97,10 +98,12 @@ def test_casts_leave_the_bytes_alone() -> None:
     model = make()
     quantize(model)
     module = model.get_submodule("blocks.0.cross.query")
-    bytes_, scale = module.weight.clone(), module.weight_scale.clone()
+    bytes_, scale = module.codes.clone(), module.weight_scale.clone()
+    assert module.weight.dtype == torch.float32
     model.to(torch.bfloat16).half().double()
-    assert module.weight.dtype == torch.float8_e4m3fn
-    assert torch.equal(module.weight.view(torch.uint8), bytes_.view(torch.uint8))
+    assert module.weight.dtype == torch.float64
+    assert module.codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(module.codes.view(torch.uint8), bytes_.view(torch.uint8))
     assert module.weight_scale.dtype == torch.float32
     assert torch.equal(module.weight_scale, scale)
 
@@ -461,7 +464,7 @@ class TestExport:
                     assert file.get_tensor(f"{target}.weight").dtype == torch.float8_e4m3fn
                     assert f"{target}.weight_scale" in names
             one = file.get_tensor("blocks.1.ffn.down.3.weight")
-        assert torch.equal(one.view(torch.uint8), model.get_submodule("blocks.1.ffn.down").weight[3].view(torch.uint8))
+        assert torch.equal(one.view(torch.uint8), model.get_submodule("blocks.1.ffn.down").codes[3].view(torch.uint8))
 
     def test_what_cannot_be_said_is_refused(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4))
@@ -496,6 +499,22 @@ def test_weights_that_the_model_reads_stay(recipe: str) -> None:
     assert set(summary.kept) >= {"passed_by", "read"}
     assert "its weight is read elsewhere too" in summary.kept["read"]
     assert summary.record.recipe == ("auto" if recipe == "plan" else recipe)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_no_batch_showed_to_be_read_is_read_with_its_scale(recipe: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = _Reads().to(dtype).eval(), torch.randn(32, 64, dtype=dtype)
+    exact = model(x)
+    loka.quantize(model, recipe, backend="reference")
+    assert isinstance(model.passed_by, QuantizedLinear)
+    assert (model(x) - exact).norm() < 0.1 * exact.norm()
+    copied, again = copy.deepcopy(model), torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(copied(x), model(x))
+    assert torch.equal(again(x), model(x))
+    held = {"passed_by.weight": model.passed_by.codes, "passed_by.weight_scale": 2 * model.passed_by.weight_scale}
+    assert not torch.equal(torch.func.functional_call(model, held, (x,)), model(x))
 
 
 def _plan_with_linears(model: nn.Module) -> Plan:

@@ -90,12 +90,33 @@ def test_a_call_that_converts_nothing_leaves_no_conversion_of_an_earlier_one(tmp
     assert not (tmp_path / "conversion.json").exists()
 
 
+@pytest.mark.parametrize("other", [{"margin": 0.5}, {"target": "serve"}, {"seconds": 11.0}, "weights"], ids=str)
+def test_the_result_of_another_call_is_kept(tmp_path: Path, other: Any) -> None:
+    first = tune(make_trained()[0], out=tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.startswith("evidence")}
+    again = tune(make_trained()[0], out=tmp_path)  # the same call: nothing to keep
+    assert again.record.arguments == first.record.arguments
+    assert not (tmp_path / "earlier-1").exists()
+    files = {name: (tmp_path / name).read_bytes() for name in files}
+    tuned = (
+        tune(make_trained(60)[0], out=tmp_path)
+        if other == "weights"
+        else tune(make_trained()[0], out=tmp_path, **other)
+    )
+    assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == files
+    assert f"moved from {tmp_path} to {tmp_path / 'earlier-1'}" in tuned.record.notes[-1]
+    assert load(tmp_path / "tuning.json", Tuning) == tuned.record
+    back = tune(make_trained()[0], out=tmp_path)
+    assert load(tmp_path / "earlier-2" / "tuning.json", Tuning) == tuned.record
+    assert "resumed from the evidence of an earlier call" in back.record.notes
+
+
 def test_evidence_of_another_model_is_set_aside(tmp_path: Path) -> None:
     tune(make_trained()[0], out=tmp_path)
     old = (tmp_path / "evidence.json").read_text()
     model = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 1), nn.Flatten(0))
     tuned = tune(model, out=tmp_path)
-    assert (tmp_path / "evidence-of-another-model.json").read_text() == old
+    assert [path.read_text() for path in tmp_path.glob("evidence-*.json")] == [old]
     assert not any("earlier call" in note for note in tuned.record.notes)
 
 

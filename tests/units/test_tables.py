@@ -1,5 +1,9 @@
 """Tables and collectives as units of a plan: found by the same call, placed whole or not at all, taken back with what was trained, explained and kept in the file."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -127,6 +131,30 @@ def test_a_table_that_does_more_than_look_rows_up_is_refused(why: str) -> None:
     with pytest.raises(ValueError, match=f"users: .*{why.strip()}"):
         loka.convert(model, plan([table("users", "int8:row", 40)]))
     assert torch.equal(model(*batch), before)
+
+
+HELD: dict[str, Callable[[nn.Module], Any]] = {
+    "a list": lambda table: [table],
+    "a list of weights": lambda table: {"of": [table.weight]},
+    "its bound method": lambda table: table.forward,
+    "a partial function": lambda table: partial(nn.functional.embedding, weight=table.weight),
+    "a module that is not registered": lambda table: [nn.Sequential(table)],
+}
+
+
+@pytest.mark.parametrize("holder", HELD)
+def test_a_table_that_is_also_held_where_it_is_not_replaced_is_refused(holder: str) -> None:
+    """It would keep an empty weight: "'weight' must be 2-D" in the next forward."""
+    model = Small()
+    model.other = nn.Identity()
+    model.other.kept = HELD[holder](model.users)
+    model.note = {"ids": [1, 2], "itself": model}  # leads to no table but through the model
+    with pytest.raises(ValueError, match=r"users: the attribute other\.kept holds it, too.*hint: .*nn.ModuleList"):
+        loka.convert(model, plan([table("users", "int8:row", 40)]))
+    assert type(model.users) is nn.Embedding
+    model.other.kept = None
+    loka.convert(model, plan([table("users", "int8:row", 40)]))
+    loka.revert(model)
 
 
 def test_collectives_wait_for_ranks_on_one_process() -> None:

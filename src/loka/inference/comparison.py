@@ -82,6 +82,11 @@ def compare_arms(
             *([f"lower is better: {', '.join(lower)}"] if lower else []),
             *(f"{name} is zero for every user of the baseline: a relative change is undefined" for name in empty),
             *rare,
+            *(
+                f"{name} differs for no user: its interval is what {len(both):,} users can exclude"
+                for name, pair in pairs.items()
+                if name in found and torch.equal(*pair)
+            ),
         ],
         environment=capture_environment(),
     )

@@ -154,7 +154,8 @@ class LinearOptions:
     """Settings of converted linears other than the precision of their GEMMs.
 
     Args:
-        scales: "dynamic", "delayed" (x and dy) or "static" (x, after a calibration).
+        scales: "dynamic", "delayed" (x and dy; see `loka.lowp.scaling` for what an outlier does) or "static" (x, after a
+            calibration).
         gradients: format of dy; None for the recipe's.
         save: what is saved of x for backward: "fp8", "high", or "auto" for FP8 if fprop and wgrad are quantized.
         weights: when weights are quantized: "step" (after they changed), "fresh" (in every forward) or "manual" (only

@@ -103,7 +103,8 @@ class Chain(RunningChain, HandsOn):
 
     def run(self, x: Tensor) -> Tensor:
         """Run the chain: [..., K] -> [..., N] in the input's dtype, or autocast's if it is enabled."""
-        y, seed = self.compute(x)
+        with self.read_once():
+            y, seed = self.compute(x)
         tap = self.tap
         return y if tap is None or not tap.on else tap.see(self, x, y, seed)
 

@@ -60,7 +60,7 @@ class StandIn(Tensor):
     def of(cls, result: Tensor, width: int, chain: "HandsOn") -> "StandIn":
         """Return a stand-in between two linears, with the rows of `result` and the given width."""
         made = torch.empty((*result.shape[:-1], width), dtype=result.dtype, device="meta").as_subclass(cls)
-        made.__dict__.update(loka_chain=chain, loka_device=result.device)
+        made._note(result, chain)
         with torch._C.DisableTorchFunctionSubclass():
             # a checkpoint whose inputs need no gradient would cut off the result's
             made.requires_grad_(result.requires_grad)
@@ -70,12 +70,16 @@ class StandIn(Tensor):
     def before(cls, result: Tensor, chain: "HandsOn") -> "StandIn":
         """Return a stand-in for the output of the last linear, while computed calls are still to come."""
         made = result.as_subclass(cls)
-        made.__dict__.update(loka_chain=chain, loka_device=result.device)
+        made._note(result, chain)
         return made
+
+    def _note(self, result: Tensor, chain: "HandsOn") -> None:
+        self.__dict__.update(loka_chain=chain, loka_device=result.device, loka_result=result, loka_at=chain._at)
 
     def become_result(self) -> None:
         """Turn a stand-in that holds the result into an ordinary tensor, in place."""
-        del self.__dict__["loka_chain"], self.__dict__["loka_device"]
+        for key in ("loka_chain", "loka_device", "loka_result", "loka_at"):
+            del self.__dict__[key]
         self.__class__ = Tensor  # type: ignore[assignment]
 
     @classmethod
@@ -101,7 +105,7 @@ class StandIn(Tensor):
         ):
             return mine
         called = spell_call(func, args, kwargs)
-        if called is not None and chain.pending is (mine if args else kwargs.get("input")):
+        if called is not None and chain.goes_on_with(mine if args else kwargs.get("input")):
             # recomputed by a checkpoint, outside of the forward that the mode of `loka.lowp.passing` surrounds
             return chain.meet_call(*called, in_place=is_in_place(func, args, kwargs))
         if chain.pending is found:
@@ -187,6 +191,21 @@ class HandsOn:
                 )
         return _HINT
 
+    def goes_on_with(self, given: Tensor | None) -> bool:
+        """Return True if this is what the chain passes on.
+
+        A checkpoint that begins inside the chain runs that part again in backward, with the stand-in of the forward
+        before it. The chain is then taken up behind that stand-in, which holds the result.
+        """
+        if given is self.pending:
+            return True
+        held = given.__dict__ if isinstance(given, StandIn) else {}
+        if held.get("loka_chain") is not self or torch._C._current_graph_task_id() == -1:
+            return False
+        self.pending, self._result, self._at, self._met = given, held["loka_result"], held["loka_at"], 0
+        self._grad, self._recomputing = torch.is_grad_enabled(), True
+        return True
+
     def ends_with(self, stand_in: StandIn) -> bool:
         """Return True if the stand-in is the output of the last linear, which holds the result."""
         return stand_in is self.pending and self._at == len(self.parts) - 1
@@ -212,7 +231,8 @@ class HandsOn:
             linear: whether the module is one of the chain's linears.
             in_place: whether the module writes to its input.
         """
-        if given is not self.pending or (linear and self._met != self._stops()):
+        followed = given is self.pending  # not so in a checkpoint, whose first run has checked what it calls
+        if not self.goes_on_with(given) or (linear and followed and self._met != self._stops()):
             self.forget()
             raise AnotherPathError(
                 f"a module of the chain {self.name} was called with something other than the chain's output: {_HINT}",

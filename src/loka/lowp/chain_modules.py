@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from loka.lowp.leaving import refuse_export, refuse_script
+from loka.lowp.leaving import refuse_script, refuse_tracing
 from loka.lowp.passing import CALLS, HandOn
 from loka.nn.mixing import mix, unmix
 
@@ -69,7 +69,7 @@ class Head(InChain):
     def forward(self, input: Tensor) -> Tensor:
         """Run the whole chain, and return its result or a placeholder that later modules pass on."""
         chain = self.__dict__[CHAIN]
-        refuse_export(chain)
+        refuse_tracing(chain)
         handed: Tensor = chain.begin(chain.run(input))
         return handed
 

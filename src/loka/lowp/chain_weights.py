@@ -4,10 +4,12 @@ If a frozen weight is written to, a warning says so, and the weights are quantiz
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from loka.formats import QTensor
@@ -35,6 +37,11 @@ class ChainWeights(ChainScales):
 
     def weights_changed(self, *, owned: bool) -> None:
         """Do nothing: weights that train are quantized in every forward."""
+
+    def read_once(self) -> AbstractContextManager[None]:
+        """Compute a parametrized weight once in this block, not at every reading: by that, a spectral norm changes."""
+        made = any("parametrizations" in linear._modules for linear in self.linears)
+        return parametrize.cached() if made else nullcontext()
 
     def _parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the weight and bias of every link, with its batch norm folded in."""

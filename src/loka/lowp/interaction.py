@@ -27,6 +27,7 @@ from loka.lowp.chain import Chain, chain_of
 from loka.lowp.chain_forward import run_forward
 from loka.lowp.chain_function import ChainTensors, Layout
 from loka.lowp.chain_node import restore_chain, save_chain, spread
+from loka.lowp.leaving import refuse_tracing
 from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.mixing import mix, unmix
 from loka.nn.norm import BLOCK, BlockNorm
@@ -106,10 +107,11 @@ class _Fused(nn.Module):
         x = x.to(compute_dtype(x))
         chain = _tower_of(self)
         assert chain is not None
+        refuse_tracing(chain)
         call = _describe(self, x.shape[0], x.dtype)
-        layout = chain.layout(x.dtype)
-        seed = chain.draw_seed(layout, x.device)
-        with torch.autocast(x.device.type, enabled=False):
+        with chain.read_once(), torch.autocast(x.device.type, enabled=False):
+            layout = chain.layout(x.dtype)
+            seed = chain.draw_seed(layout, x.device)
             if chain.watching and chain.health is not None:
                 _look(chain, interact(x.detach(), self.mix.weight.detach(), call, chain.static).products, layout, seed)
             if not chain.needs_gradient(x):

@@ -1,4 +1,4 @@
-"""Raise helpful errors when converted modules are passed to exporters, or to a dtype, that they do not support."""
+"""Raise helpful errors for exporters, transforms and dtypes that converted modules do not support."""
 
 from typing import Any, NoReturn
 
@@ -23,8 +23,8 @@ def refuse_dtype(name: str, dtype: torch.dtype) -> NoReturn:
     )
 
 
-def refuse_export(converted: Any) -> None:
-    """Raise during torch.onnx.export or torch.export, which would fail later with an obscure message.
+def refuse_tracing(converted: Any) -> None:
+    """Raise during torch.onnx.export, torch.export and the transforms of torch.func, which would fail later obscurely.
 
     It takes the object and not its name, because torch 2.11 recompiles for every name that is read.
     """
@@ -32,6 +32,12 @@ def refuse_export(converted: Any) -> None:
         raise ValueError(
             f"{converted.name or 'a linear'} is converted: torch.onnx.export and torch.export do not support its "
             f"scales and casts; {_HINT}"
+        )
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ValueError(
+            f"{converted.name or 'a linear'} is converted: its kernels, scales and cached weights have no rules for the "
+            "transforms of torch.func (grad, vjp, jvp, vmap, jacrev, ...); hint: loka.revert(model) first, or "
+            "loss.backward() and torch.autograd.grad; torch.func.functional_call by itself works"
         )
 
 

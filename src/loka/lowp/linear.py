@@ -27,7 +27,7 @@ from loka.lowp.auto import moved
 from loka.lowp.binding import LinearBinding
 from loka.lowp.chain import chains_of
 from loka.lowp.health import FORWARD, record, sampled_error, turn_of
-from loka.lowp.leaving import refuse_dtype, refuse_export, refuse_script
+from loka.lowp.leaving import refuse_dtype, refuse_script, refuse_tracing
 from loka.lowp.linear_function import Given, Layouts, LinearFunction, parts_of
 from loka.lowp.linear_state import LinearState, can_cache
 from loka.lowp.scaling import AmaxState, find_amax
@@ -163,7 +163,7 @@ class Linear(nn.Linear):
             return type(self).forward(self, input)
         if input.is_nested:
             return on_values(lambda values: Linear.forward(self, values), input)
-        refuse_export(self.state)
+        refuse_tracing(self.state)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         if dtype not in OUT_DTYPES and self.binding.fprop is not None:

@@ -15,6 +15,10 @@ the first step on; if no optimizer steps, it warns and files magnitudes itself n
 A tensor with a NaN or Inf is ignored in the history. Values beyond the scale saturate, which is part of the error that
 `Guard` monitors.
 
+One batch with an outlier therefore costs twice. Its own step saturates: at 10 times the usual amax, the error of a
+linear's output is 67 % instead of 4 %. Afterwards the scale is too coarse until the outlier has left the history.
+Floating point makes up for much of that: nothing is lost up to 1,000 times, 6 % at 10,000 times, half at 100,000 times.
+
 Every process has its own scales, which follow the data of its rank. They are not part of a state_dict; see
 `loka.placing.scale_state`.
 """
@@ -33,7 +37,8 @@ class Scaling:
     """How delayed scales are computed from the magnitudes of earlier steps.
 
     Args:
-        history: the number of steps whose largest magnitude counts.
+        history: the number of steps whose largest magnitude counts. After an outlier the scale is too coarse for as many
+            steps; with few, an ordinary step may exceed the scale and saturate.
         margin: headroom in powers of two: 1 halves the used range and tolerates a doubling from step to step.
 
     Example:

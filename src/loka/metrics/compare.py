@@ -23,8 +23,11 @@ detect with the given power; q is the normal quantile, or Student's for the `stu
 margin, collect more data first.
 
 Limitations: metrics that are not a mean over units, such as the AUC over all examples, must be compared per seed or per
-user. If every unit shows exactly the same difference, the interval has width 0, which is right for bit-identical runs
-but optimistic for a handful of rare 0/1 outcomes.
+user.
+
+If no unit differs, their spread says nothing. The interval is then what this many units can exclude: the share of units
+that may differ unseen (`loka.metrics.bootstrap.bound_unseen`), times the largest value that a unit showed. 20 users
+without a difference cannot show equivalence within 1 %; 10,000 can.
 """
 
 import math
@@ -35,7 +38,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from loka.metrics.bootstrap import Method, estimate_interval, find_t_quantile, standard_error
+from loka.metrics.bootstrap import Method, bound_unseen, estimate_interval, find_t_quantile, standard_error
 
 Verdict = Literal["better", "worse", "equivalent", "inconclusive"]
 FEW_UNITS = 30  # below this, "auto" uses Student's t, because bootstrap intervals are too narrow
@@ -130,10 +133,15 @@ def compare_paired(
     low, high = estimate_interval(
         numerator, denominator, method=chosen, confidence=confidence, resamples=resamples, seed=seed
     )
-    error = standard_error(numerator, denominator)
+    estimate, error = float(numerator.sum() / denominator.sum()), standard_error(numerator, denominator)
+    if not bool(numerator.any()) and not math.isnan(low):  # NaN: a resampled baseline sums to zero
+        largest = max(float(_total_units(values.abs(), values, groups)[0].max()) for values in (first, second))
+        half = bound_unseen(units, confidence) * largest * (100.0 if relative else 1.0) / float(denominator.mean())
+        low, high = (-half, half) if half > 0 else (-math.inf, math.inf)  # all zero: how far a unit may move is unknown
+        error = half / find_t_quantile(1 - (1 - confidence) / 2, units - 1)
     return Comparison(
         metric=metric,
-        estimate=float(numerator.sum() / denominator.sum()),
+        estimate=estimate,
         low=low,
         high=high,
         standard_error=error,

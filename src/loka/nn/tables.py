@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize
 from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.embedding_bag.rows import NAN_SCALE, fill_store
 from loka.kernels.embedding_update import TRAINABLE
-from loka.nn.replacing import is_watched, runs_as
+from loka.nn.replacing import find_plain_holder, is_watched, runs_as
 
 Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, offsets, weights, mode, gradient
 
@@ -375,6 +375,11 @@ def refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[s
     users = sum(1 for m in model.modules() for p in m._parameters.values() if p is module.weight)
     if users > 1:
         problems.append(f"its weight is shared by {users} modules")
+    if (holder := find_plain_holder([module, module.weight], model)) is not None:
+        problems.append(
+            f"the attribute {holder} holds it, too, and would keep the old table; hint: hold tables in an nn.ModuleList or "
+            "nn.ModuleDict, or look the attribute up when it is needed"
+        )
     return problems
 
 

@@ -201,6 +201,8 @@ def compare_losses(
         return Interval(value=NEVER, low=NEVER, high=NEVER)
     size = float(baseline.double().mean().abs().clamp(min=1e-30))
     rounding = SURE * _rounding_deviation(baseline.double(), step) / (size * difference.numel())
+    if not bool(difference.any()):  # losses are smooth: the computation did not change; for hits see `Losses.unseen`
+        return Interval(value=0.0, low=-rounding, high=rounding)
     if difference.numel() < 2 or (groups is not None and _count_distinct(groups) < 2):
         alone = float(difference.mean()) / size
         return Interval(value=alone, low=-abs(alone) - rounding, high=abs(alone) + rounding)

@@ -7,6 +7,9 @@ The weight is quantized once, and there is no gradient. `weight` keeps its name 
 from the original's only by the dtype and one `weight_scale` per site. `model.to(dtype)` and `.half()` leave the FP8
 weights and float32 scales unchanged: cast to 16-bit, they would no longer be correct.
 
+A forward that reads `module.weight`, without calling the module, gets the weight in high precision: the 8-bit values
+without their scale would be another weight. It is computed at every reading; `codes` are the 8-bit values.
+
 Besides its buffers a module holds the weight in the layout its backend reads (`loka.kernels.prepared`): the buffers
 themselves at most widths, a padded copy at 13, 27 or 479. It is rebuilt when the buffers are moved, loaded or written
 to, and is not part of the state_dict. If the buffers are replaced (by assignment or torch.func.functional_call), the
@@ -39,7 +42,6 @@ class _Quantized(nn.Module):
     """Base class: the weight as two buffers that casts do not change, and as `ready` for the GEMM."""
 
     loka_packed = True  # `loka.revert` refuses such modules: the 16-bit weight is gone
-    weight: Tensor
     weight_scale: Tensor
     ready: QTensor
     _source: tuple[Tensor, Tensor]  # the buffers that `ready` was made from
@@ -48,7 +50,8 @@ class _Quantized(nn.Module):
     def __init__(self, weight: QTensor, activation: Spec, backend: str, fast_accum: bool) -> None:
         super().__init__()
         self.bound = GemmWay(activation, weight.spec, fast_accum, backend)
-        self.register_buffer("weight", weight.data)
+        self.wide = torch.float32  # dtype of `weight`
+        self._buffers["weight"] = weight.data  # not `register_buffer`, which refuses the name of a property
         self.register_buffer("weight_scale", weight.scale)
         self._make_ready()
         self.eval()
@@ -58,21 +61,39 @@ class _Quantized(nn.Module):
 
     def _make_ready(self) -> None:
         self.ready = self._prepare()
-        self._source, self._versions = (self.weight, self.weight_scale), _versions_of(self.weight, self.weight_scale)
+        self._source, self._versions = (self.codes, self.weight_scale), _versions_of(self.codes, self.weight_scale)
 
     def _current(self) -> QTensor:
         """Return `ready`, rebuilt if the buffers have changed since."""
         weight, scale = self._source
-        if self.weight is not weight or self.weight_scale is not scale:
+        if self.codes is not weight or self.weight_scale is not scale:
             return self._prepare()  # not cached: functional_call restores the old buffers
         if not torch.compiler.is_compiling() and self._versions != _versions_of(weight, scale):
             self._make_ready()
         return self.ready
 
     @property
+    def codes(self) -> Tensor:
+        """The weight as it is stored, without its scale: the buffer `weight`."""
+        stored = self._buffers["weight"]
+        assert stored is not None
+        return stored
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in the dtype it had before it was quantized; a copy."""
+        return self.qweight.dequantize(self.wide)
+
+    @property
     def qweight(self) -> QTensor:
         """The weight as a QTensor."""
-        return QTensor(self.weight, self.weight_scale, self.weight_spec)
+        if self.codes.dtype != self.weight_spec.format.dtype:
+            raise ValueError(
+                f"the weight of a {type(self).__name__} was replaced by {self.codes.dtype}, expected "
+                f"{self.weight_spec.format.dtype}, with its scales in weight_scale; hint: assign the `codes` and "
+                "`weight_scale` of another quantized module, or quantize the original again"
+            )
+        return QTensor(self.codes, self.weight_scale, self.weight_spec)
 
     @property
     def activation(self) -> Spec:
@@ -91,6 +112,7 @@ class _Quantized(nn.Module):
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
+        self.wide = fn(torch.empty(0, dtype=self.wide, device=self.codes.device)).dtype
         self._make_ready()
         return self
 
@@ -140,9 +162,7 @@ class QuantizedLinear(_Quantized):
         return prepare(self.qweight, self.activation, backend=self.bound.of_weight.backend)
 
     def _make_ready(self) -> None:
-        bound = settle(LinearBinding(self.bound), self.weight)[
-            0
-        ].fprop  # resolves `auto` on the weight's current device
+        bound = settle(LinearBinding(self.bound), self.codes)[0].fprop  # resolves `auto` on the weight's current device
         assert bound is not None
         self.bound = bound
         super()._make_ready()
@@ -230,9 +250,13 @@ def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.
     """
     weight = quantize_weight(module.weight.detach(), way.b)
     how: dict[str, Any] = {"backend": backend, "fast_accum": way.fast_accum}
+    made: _Quantized
     if isinstance(module, GroupedLinear):
-        return QuantizedExperts(weight, way.a, **how)
-    return QuantizedLinear(weight, way.a, module.bias, **how)
+        made = QuantizedExperts(weight, way.a, **how)
+    else:
+        made = QuantizedLinear(weight, way.a, module.bias, **how)
+    made.wide = module.weight.dtype
+    return made
 
 
 def put(model: nn.Module, replacements: dict[str, nn.Module]) -> None:

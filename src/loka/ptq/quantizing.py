@@ -124,8 +124,8 @@ def quantize(
             own, or a Plan. `auto` is onerec for a OneRec model, otherwise rowwise.
         batches: inputs of the model to calibrate static scales: those of chains without evidence, and those of
             `scales="static"`. The first one is also the example for a plan's mods, and shows which weights the model
-            reads without calling their linears; those stay in 16-bit precision. Without batches such a read gets
-            8-bit values without their scale.
+            reads without calling their linears; those stay in 16-bit precision. Without batches such a read gets the
+            values that 8 bits keep, computed at every reading.
         score: (model) -> losses per example, and their groups or None. If given, every site is measured.
         bound: the largest accepted relative change of the mean loss; needs `score`.
         widen: also quantize sites that the mixture keeps out of caution, if that is safe; needs `score`.

@@ -98,6 +98,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
         kernels: number of kernel calls of the step that were judged by the conformance gate, at their own shapes.
         seconds: time spent, by phase.
         notes: caveats.
+        arguments: of the call, as text, with digests of the model's shapes and of its losses.
     """
 
     model: str
@@ -122,6 +123,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
     kernels: int = 0
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
     notes: list[str] = msgspec.field(default_factory=list)
+    arguments: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def verdict(self) -> str:

@@ -36,6 +36,7 @@ class Call:
         optimizer: makes its optimizer from parameters.
         choose_tables, choose_collectives: also choose formats of tables, and codecs of collectives.
         cuda_graph: whether steps will run in a CUDA graph. If not, a step takes at least its launch time on the host.
+        arguments: the arguments as text, for the record: by them, a folder tells one call from another.
     """
 
     task: Task
@@ -53,6 +54,7 @@ class Call:
     choose_tables: bool = False
     choose_collectives: bool = False
     cuda_graph: bool = True
+    arguments: dict[str, str] = field(default_factory=dict)
     untimed: str | None = None  # why nothing can be timed here
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase

@@ -2,7 +2,7 @@
 
 The file is one JSON file, replaced atomically, so a kill at any moment leaves either the old or the new one. It belongs
 to one model (names and shapes of its parameters) on one machine, with one version of torch and one REVISION of the
-code. If any of these differ, an existing file is renamed and not used.
+code. The evidence of another call in the same folder is set aside as evidence-DIGEST.json, until that call is repeated.
 """
 
 import hashlib
@@ -45,16 +45,18 @@ class Evidence:
             raise ValueError(f"out={str(folder)!r} is a file, expected a folder")
         if folder is not None:
             _check_writable(Path(folder))
-        if self.path is not None and self.path.exists():
-            try:
-                saved = json.loads(self.path.read_text())
-                fingerprint, known = saved["fingerprint"], dict(saved["known"])
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{self.path} is damaged: {error}; hint: another out=, or remove the file") from error
-            if fingerprint == self.fingerprint:
-                self.known, self.resumed = known, True
-            else:
-                self.path.replace(self.path.with_name("evidence-of-another-model.json"))
+        if self.path is not None:
+            self._resume(self.path)
+
+    def _resume(self, path: Path) -> None:
+        """Read what is known, and set the evidence of another call aside."""
+        if path.exists() and (fingerprint := _read(path)[0]) != self.fingerprint:
+            path.replace(_aside(path, fingerprint))
+        own = _aside(path, self.fingerprint)
+        if not path.exists() and own.exists():
+            own.replace(path)
+        if path.exists():
+            self.known, self.resumed = _read(path)[1], True
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or None."""
@@ -82,6 +84,20 @@ class Evidence:
 def digest(record: msgspec.Struct) -> str:
     """Return a hash of a record, for use in a key."""
     return hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:16]
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the fingerprint of saved evidence and what is known."""
+    try:
+        saved = json.loads(path.read_text())
+        return str(saved["fingerprint"]), dict(saved["known"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error}; hint: another out=, or remove the file") from error
+
+
+def _aside(path: Path, fingerprint: str) -> Path:
+    """Return where the evidence of a call is kept while another call uses the folder."""
+    return path.with_name(f"evidence-{fingerprint[:16]}.json")
 
 
 def _check_writable(folder: Path) -> None:

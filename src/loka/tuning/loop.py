@@ -38,7 +38,7 @@ from loka.tuning.evidence import Evidence
 from loka.tuning.progress import Progress
 from loka.tuning.session import Session
 from loka.tuning.task import MakeOptimizer, Step, Task, check_arity
-from loka.tuning.tuned import Tuned
+from loka.tuning.tuned import Tuned, keep_earlier
 from loka.units.undisturbed import gradients_aside, put_back
 
 Target = Literal["train", "serve"]
@@ -99,7 +99,8 @@ def tune(
         estimate_for: a device that is not present ("NVIDIA H200"). Units are chosen by their estimated speed there, and
             labelled as estimates. Nothing is timed, so `thorough` and `cuda_graph=False` do not go with it.
         row_factor: for `estimate_for`: rows per call on that device, relative to the batches given here.
-        out: folder for evidence, plan, conversion, record and report. The same call resumes from it.
+        out: folder for evidence, plan, conversion, record and report. The same call resumes from it; the result of
+            another call is moved to a folder `earlier-1` in it, and a note says so.
         progress: show a progress bar on stderr; None shows it only in a terminal. A function(phase, done, total)
             is called instead of showing a bar.
 
@@ -141,6 +142,11 @@ def tune(
         evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast)}),
         progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
         choose_tables=tables, choose_collectives=collectives, cuda_graph=cuda_graph,
+        arguments={name: str(value) for name, value in (
+            ("metric", _name_metric(metric)), ("margin", margin), ("architecture", architecture), ("target", target), ("seconds", seconds),
+            ("autocast", task.autocast), ("thorough", thorough), ("cuda_graph", cuda_graph), ("train", train), ("optimizer", optimizer is not None),
+            ("tables", tables), ("collectives", collectives), ("estimate_for", estimate_for), ("row_factor", row_factor),
+        )},
     )  # fmt: skip
     # steps are captured and timed on the current GPU, so it must be the model's
     with gradients_aside(inner), torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
@@ -163,6 +169,9 @@ def tune(
                 example=task.example() or partial(task.losses, inner, task.kept[0]),
             )
             record = msgspec.structs.replace(record, conversion=done)
+        if out is not None and (kept := keep_earlier(Path(out), record)) is not None:
+            note = f"the result of a call with other arguments, model or data was moved from {out} to {kept}"
+            record = msgspec.structs.replace(record, notes=[*record.notes, note])
         tuned = Tuned(model, record)
         session.give_back()
     if out is not None:

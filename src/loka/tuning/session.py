@@ -272,6 +272,7 @@ def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval
         seconds=call.seconds,
         notes=call.notes,
         environment=call.environment,
+        arguments={**call.arguments, "evidence": call.evidence.fingerprint[:16], "losses": base.digest},
     )
 
 

@@ -1,5 +1,6 @@
 """The result of `loka.tune`: the converted model and everything measured about it."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,9 +8,12 @@ from torch import nn
 
 from loka.placing import revert
 from loka.probe.paired import NEVER
-from loka.records import Conversion, Interval, Plan, save
+from loka.records import Conversion, Interval, Plan, RecordError, load, save
 from loka.records.tuning import TunedUnit, Tuning
 from loka.report import Results, write_html
+
+# What a call leaves in its folder besides its evidence; `ranker` is written by `loka tune --serve`.
+RESULT = ("tuning.json", "plan.json", "conversion.json", "report.html", "ranker")
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,35 @@ class Tuned:
             cells = [name.ljust(widths[0]), way.ljust(widths[1]), *(n.rjust(w) for n, w in zip(numbers, widths[2:], strict=False)), why]  # fmt: skip
             lines += ["  " + "  ".join(cells), *(f"    alarm: {alarm}" for alarm in (unit.alarms if unit else ()))]
         return "\n".join([*lines, "", *(f"note: {note}" for note in self.record.notes)]).rstrip()
+
+
+def keep_earlier(folder: Path, record: Tuning) -> Path | None:
+    """Move the result of another call out of the way of `record`, which will be saved in this folder.
+
+    Args:
+        folder: where `Tuned.save` will write.
+        record: what it will write. A saved record with the same arguments is of the same call and stays.
+
+    Returns:
+        The folder where the earlier result is now; None if nothing was moved.
+
+    Example:
+        >>> keep_earlier(Path("runs/x"), tuned.record)
+        PosixPath('runs/x/earlier-1')
+    """
+    if not (folder / "tuning.json").exists():
+        return None
+    try:
+        if load(folder / "tuning.json", Tuning).arguments == record.arguments:
+            return None
+    except RecordError:
+        pass  # of another version, or damaged: not ours to replace
+    place = next(path for n in itertools.count(1) if not (path := folder / f"earlier-{n}").exists())
+    place.mkdir()
+    for name in RESULT:
+        if (folder / name).exists():
+            (folder / name).rename(place / name)
+    return place
 
 
 def _spell_row(unit: TunedUnit) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Lin
         if (norm := norm_kind(module, linear.out_features)) is not None:
             found["norm"] = norm
             eps = norm_eps(module)
-            if name != link.norm_site or (norm != "block" and eps != link.eps):
+            if name != link.norm_site or eps != link.eps:
                 problems.append(
                     f"{name}: a {norm} norm with eps {eps:g}, the plan has {link.norm_site or 'none'} with eps {link.eps:g}"
                 )
@@ -189,7 +189,7 @@ def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
         link, linear = part.link, part.linear
         links.append(
             LinkPlan(
-                linear=link.linear, k=linear.in_features, n=linear.out_features, norm="batch" if part.folds else link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
+                linear=link.linear, k=linear.in_features, n=linear.out_features, norm="batch" if part.folds else link.norm, activation=link.activation, eps=link.eps if part.norm is None else norm_eps(part.norm), slope=link.slope,
                 norm_site=None if part.norm is None else names[id(part.norm)], passed=[names[id(module)] for module in part.passed],
                 callers=[names[id(module)] for module in part.callers], called=part.called,
                 dropout=part.dropout.p if isinstance(part.dropout, nn.Dropout) else link.dropout, dropout_site=None if part.dropout is None else names[id(part.dropout)],
