@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from loka import cli
+from loka.cli.bench import parse_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -141,4 +142,6 @@ def test_commands_can_be_copied(page: Path, line: str) -> None:
         name, found, words = command.resolve_command(context, words)
         assert found is not None, f"there is no verb {name!r}"
         command = found
-    command.make_context(command.name, list(words), parent=context)
+    found = command.make_context(command.name, list(words), parent=context)
+    if words and line.startswith("loka bench kernels"):
+        parse_shapes(found.params["shapes"], found.params["op"])
