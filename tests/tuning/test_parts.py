@@ -34,10 +34,11 @@ from loka.tuning.choosing import estimate as estimate_all
 from loka.tuning.choosing import time_unit
 from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
+from loka.tuning.fragment import make_fragment
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
-from loka.tuning.timing import COMPILERS, Captured, can_time, compare, make_fragment, say_host
+from loka.tuning.timing import COMPILERS, Captured, can_time, compare, say_host
 from loka.tuning.whole_step import name_run, say_compiler
 from loka.units import discover, place
 
@@ -367,7 +368,7 @@ def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float,
 def test_a_unit_that_fails_where_it_is_timed_is_left_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = looked_at(**{name: predicted(1e-5) for name in "ab"})
     chosen = make_offers(looked, limits=LIMITS, training=False)
-    selection = Selection(looked, chosen, Losses(torch.ones(4), True), [], 0.0002, list(chosen.offers))
+    selection = Selection(looked, chosen, losses([1.0]), losses([1.0]), [], 0.0002)
     call = call_of(training=False, budget=600.0)
     monkeypatch.setattr(timing, "can_time", lambda device: None)
 
@@ -410,7 +411,7 @@ def test_every_call_of_a_linear_is_in_an_estimate_of_the_whole() -> None:
         sites = {name: SiteLook(name, 2048, 2048, 16384, calls=calls if name == "again" else 1) for name in ("a", "again")}  # fmt: skip
         unit = UnitPlan(name="a", links=[LinkPlan(linear="a", k=2048, n=2048, activation="relu")], scales="delayed", gradient="tensor")  # fmt: skip
         looked, offer = Looked(sites, [unit], {"again": "called"}, 0.5), Offer(unit, "chain", None, 0.5, "")
-        selection = Selection(looked, Chosen([offer], {}), losses([1.0]), [], 0.0002, [offer])
+        selection = Selection(looked, Chosen([offer], {}), losses([1.0]), losses([1.0]), [], 0.0002)
         found = estimate_all(call_of(estimator=Estimator("NVIDIA H200")), selection)
         assert found is not None
         assert found.linears is not None
