@@ -46,17 +46,30 @@ def describe(pairs: list[Pair]) -> str:
 
 
 def describe_part(pairs: list[Pair]) -> str:
+    part = summarize(pairs)
+    return (
+        f"{part['pairs']:5d} pairs, {part['clear']} clear: rank correlation {part['harm']:.3f} (error of the product {part['error']:.3f}); more than {MARGIN:.2%}: "
+        f"{part['decided']} decided, {part['costly']} of them do: AUC {part['auc']:.3f} (error of the product {part['auc_error']:.3f}); over all pairs {part['auc_all']:.3f}"
+    )
+
+
+def summarize(pairs: list[Pair]) -> dict[str, Any]:
+    """How well the score, and the error of the product, rank pairs by what they cost: counts, rank correlations, AUC."""
     clear = [p for p in pairs if abs(p["change"]) > 2 * noise(p)]
     seen = [p for p in clear if p["error"] is not None]
     decided = [p for p in pairs if abs(abs(p["change"]) - MARGIN) > 2 * noise(p)]
     judged = [p for p in decided if p["error"] is not None]
-    harm = spearman([abs(p["change"]) for p in clear], [p["harm"][2] for p in clear])
-    error = spearman([abs(p["change"]) for p in seen], [p["error"] for p in seen])
-    return (
-        f"{len(pairs):5d} pairs, {len(clear)} clear: rank correlation {harm:.3f} (error of the product {error:.3f}); more than {MARGIN:.2%}: "
-        f"{len(decided)} decided, {sum(map(is_costly, decided))} of them do: AUC {auc(decided, lambda p: p['harm'][2]):.3f} "
-        f"(error of the product {auc(judged, lambda p: p['error']):.3f}); over all pairs {auc(pairs, lambda p: p['harm'][2]):.3f}"
-    )
+    return {
+        "pairs": len(pairs),
+        "clear": len(clear),
+        "harm": spearman([abs(p["change"]) for p in clear], [p["harm"][2] for p in clear]),
+        "error": spearman([abs(p["change"]) for p in seen], [p["error"] for p in seen]),
+        "decided": len(decided),
+        "costly": sum(map(is_costly, decided)),
+        "auc": auc(decided, lambda p: p["harm"][2]),
+        "auc_error": auc(judged, lambda p: p["error"]),
+        "auc_all": auc(pairs, lambda p: p["harm"][2]),
+    }
 
 
 def noise(pair: Pair) -> float:
@@ -70,15 +83,26 @@ def is_costly(pair: Pair) -> bool:
 
 
 def describe_safe(pairs: list[Pair], kind: str) -> str:
-    chosen = [p for p in pairs if (p["gemm"] == "fprop") == (kind == "fprop")]
-    safe = [p for p in chosen if p["harm"][2] <= share_of_margin(MARGIN, p["units"])]
-    wrong = [p for p in safe if abs(p["change"]) - 1.96 * noise(p) > share_of_margin(MARGIN, p["units"])]
+    chosen = _of_kind(pairs, kind)
+    count, safe, wrong = count_safe(pairs, kind)
     ratios = sorted(abs(p["change"]) / p["harm"][0] for p in chosen if p["harm"][0] > 0)
     spread = ", ".join(f"{ratios[int(q * (len(ratios) - 1))]:.2f}" for q in (0.5, 0.9, 0.95, 0.99)) if ratios else ""
     return (
-        f"{kind}: {len(safe)} of {len(chosen)} called safe; of these beyond their share of the margin at the lower end: {len(wrong)}; "
+        f"{kind}: {safe} of {count} called safe; of these beyond their share of the margin at the lower end: {wrong}; "
         f"|change| / harm.value at 50, 90, 95, 99 %: {spread}"
     )
+
+
+def count_safe(pairs: list[Pair], kind: str) -> tuple[int, int, int]:
+    """Pairs of a kind (`fprop` or `gradients`), how many are called safe, and how many of these cost more than their share beyond noise."""
+    chosen = _of_kind(pairs, kind)
+    safe = [p for p in chosen if p["harm"][2] <= share_of_margin(MARGIN, p["units"])]
+    wrong = [p for p in safe if abs(p["change"]) - 1.96 * noise(p) > share_of_margin(MARGIN, p["units"])]
+    return len(chosen), len(safe), len(wrong)
+
+
+def _of_kind(pairs: list[Pair], kind: str) -> list[Pair]:
+    return [p for p in pairs if (p["gemm"] == "fprop") == (kind == "fprop")]
 
 
 def attainable(pairs: list[Pair], draws: int = 50) -> tuple[float, float]:

@@ -1,29 +1,57 @@
 """Generate pages and tables from the code and from committed results, so that no number is typed by hand.
 
-    python docs/generate.py            writes docs/measured.md, docs/published.md, docs/reference/cli.md and the marked blocks of README.md and docs/mods.md
+    python docs/generate.py            writes docs/measured.md, docs/published.md, docs/reference/cli.md and the marked blocks of all other pages
     python docs/generate.py --check    exit with 1 if one of them is out of date
 
-This file assigns tables to pages; `docs/tables` builds the tables. Needs loka with its command line (typer), but not torch.
+This file assigns tables to pages; `docs/tables` builds the tables. A marked block begins with `<!-- NAME: written by docs/generate.py from RECORDS -->`, where NAME is one of `BLOCKS`, and ends with
+`<!-- end of numbers -->`. It may be in README.md or in any page of the manual.
 """
 
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tables import ablation, distributions, generative, kernels, models, published, serving, trained, zoo
+from tables import (
+    ablation,
+    distributions,
+    generative,
+    kernels,
+    models,
+    published,
+    scale,
+    serving,
+    studies,
+    trained,
+    zoo,
+)
 from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINED = (
-    "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained_plain.json and trained.json -->"
+BLOCKS: dict[str, Callable[[], str | None]] = {
+    "trained": trained.trained_headline,
+    "hurts": trained.hurts_headline,
+    "inference": zoo.inference_headline,
+    "served": serving.serving_headline,
+    "demo": models.demo_headline,
+    "demo_share": models.demo_share,
+    "ablation": ablation.ablation_summary,
+    "sweep": kernels.sweep_table,
+    "defects": studies.defects_found,
+    "score": studies.score_headline,
+    "predictor": studies.predictor_table,
+    "hazard": studies.hazard_table,
+    "curves": scale.curves_table,
+    "codecs": scale.codecs_table,
+    "loss": scale.loss_table,
+    "loss_single": scale.single_table,
+    "loss_movielens": scale.movielens_table,
+}
+MARKED = re.compile(
+    r"(<!-- (\w+): written by docs/generate\.py from [^>]* -->)\n.*?\n(<!-- end of numbers -->)", re.DOTALL
 )
-HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
-INFERENCE = "<!-- inference: written by docs/generate.py from benchmarks/results/h200/tune_zoo_fresh.json, tune_zoo_plain.json, tune_zoo_serve.json, zoo_wukong_infer.json and zoo_inference.json -->"
-SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json, serving_generative_3000.json and serving_ranker.json -->"
-DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"
-ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
-END = "<!-- end of numbers -->"
 
 SECTIONS = (
     ("Unmodified PyTorch models", "zoo_training_modes_1.json, zoo_training_modes_2.json, zoo_dlrm_train.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_infer.json", zoo.zoo_table,
@@ -131,22 +159,18 @@ def write_published() -> str:
     )
 
 
-def write_blocks(text: str, measured: str) -> str:
-    """Return a page with its marked blocks regenerated. `measured` is the link from it to the page of numbers."""
-    summary = ablation.ablation_summary()
-    blocks = (
-        (ABLATION, summary and summary.replace("MEASURED", measured)),
-        (TRAINED, trained.trained_headline()),
-        (HURTS, trained.hurts_headline()),
-        (INFERENCE, zoo.inference_headline()),
-        (SERVED, serving.serving_headline()),
-        (DEMO, models.demo_headline()),
-    )
-    for begin, made in blocks:
-        if made is not None:
-            block = f"{begin}\n\n{made}\n\n{END}"
-            text = re.sub(f"{re.escape(begin)}.*?{re.escape(END)}", lambda _, block=block: block, text, flags=re.DOTALL)  # type: ignore[misc]
-    return text
+def write_blocks(text: str, folder: Path) -> str:
+    """Return a page, which lies in `folder`, with its marked blocks regenerated. A block whose records are not there stays as it is."""
+
+    def write(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        made = BLOCKS[name]()
+        if made is None:
+            return found[0]
+        measured = os.path.relpath(ROOT / "docs" / "measured.md", folder)
+        return f"{begin}\n\n{made.replace('MEASURED', measured)}\n\n{end}"
+
+    return MARKED.sub(write, text)
 
 
 def write_cli() -> str:
@@ -197,16 +221,19 @@ def _list_options(command: Any) -> list[str]:
 
 def pages() -> dict[Path, str]:
     """Return the expected content of every generated file."""
-    readme, mods = ROOT / "README.md", ROOT / "docs" / "mods.md"
     looked_at = distributions.distributions_page()
-    return {
+    whole = {
         **({} if looked_at is None else {ROOT / "docs" / "distributions.md": looked_at}),
         ROOT / "docs" / "measured.md": write_measured(),
         ROOT / "docs" / "published.md": write_published(),
         ROOT / "docs" / "reference" / "cli.md": write_cli(),
-        readme: write_blocks(readme.read_text(encoding="utf-8"), "docs/measured.md"),
-        mods: write_blocks(mods.read_text(encoding="utf-8"), "measured.md"),
     }
+    marked = {}
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        if path not in whole and MARKED.search(text):
+            marked[path] = write_blocks(text, path.parent)
+    return whole | marked
 
 
 def main() -> int:

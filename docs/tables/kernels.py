@@ -1,5 +1,6 @@
 """Kernels and single layers compared with bf16, the choice of kernels, and the cost of a probe."""
 
+import math
 import statistics
 from typing import Any
 
@@ -35,6 +36,41 @@ def fused_table() -> str | None:
                 ]
             )
     return table(["M, K, N", "bf16", "best bare FP8 GEMM", "fused layer", "over bf16", "forward + backward"], rows)
+
+
+def sweep_table() -> str | None:
+    """Fused layers at random and named shapes, relative to the fastest bare FP8 GEMM."""
+    found = read("h200/fused_linear_sweep.json")
+    if found is None:
+        return None
+    named = 12  # the last rows: six named shapes in two forms
+    random, fixed = found["rows"][:-named], found["rows"][-named:]
+    aligned = [row for row in random if row["k"] % 32 == 0 and row["m"] >= 1024]
+    parts = {"six named shapes": fixed, "random, M 64 to 32,768, K and N 256 to 8,192": random, "of these, K a multiple of 32 and M at least 1,024": aligned}  # fmt: skip
+    forms = {
+        "relu": "bias, ReLU, FP8 out", "norm": "BlockNorm-256, hard swish, FP8 out", "train relu": "ReLU in training (transpose, largest value of z)",
+        "train gelu": "GELU in training", "dgrad relu": "a step of backward, ReLU", "dgrad gelu": "a step of backward, GELU",
+    }  # fmt: skip
+    rows = []
+    for part, inside in parts.items():
+        for form, title in forms.items():
+            ratios = [_over_bare(row) for row in inside if row["form"] == form]
+            if len(ratios) > 5:
+                cells = (
+                    f"{statistics.geometric_mean(some):.2f}, worst {max(some):.2f}"
+                    for some in zip(*ratios, strict=True)
+                )
+                rows.append([part, title, str(len(ratios)), *cells])
+    shown = table(["shapes", "layer", "number", "chosen launch", "best launch"], rows)
+    return f"{found['device']}, torch {found['torch']}, Triton {found['triton']}, `{found['command']}`.\n\n{shown}"
+
+
+def _over_bare(row: dict[str, Any]) -> tuple[float, float]:
+    """The time of the chosen and of the best launch over that of the fastest bare GEMM."""
+    bare, timed = min(row["bare"].values()), [launch for launch in row["launches"] if math.isfinite(launch["us"])]
+    best = min(launch["us"] for launch in timed)
+    chosen = next((launch["us"] for launch in timed if launch["chosen"]), best)
+    return chosen / bare, best / bare
 
 
 def bench_table(name: str) -> str | None:

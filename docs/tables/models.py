@@ -113,6 +113,19 @@ def demo_headline() -> str | None:
     return f"{sentence}{_say_gpu_demo()}"
 
 
+def demo_share() -> str | None:
+    """What the plan of the demo converts and what that does to the loss, in a sentence."""
+    found = read("cpu/demo.json")
+    if found is None:
+        return None
+    planned, naive = found["comparisons"]["planned"], found["comparisons"]["naive"]
+    ends = [f"changes the test log loss by {c['relative_change']['value']:+.3%} ({c['outcome']})" for c in (planned, naive)]  # fmt: skip
+    return (
+        f"In the recorded demo run (`benchmarks/results/cpu/demo.json`) the plan converts {found['converted']} of {found['linears']} linears, {found['low_precision_flops_share']:.0%} of the GEMM FLOPs, and "
+        f"{ends[0]}. Naive FP8 runs {naive['low_precision_flops_share']:.0%} of the FLOPs in FP8 and {ends[1]}."
+    )
+
+
 def _say_gpu_demo() -> str:
     """Return the result of the demo on a GPU, one seed."""
     found = read("h200/demo.json")

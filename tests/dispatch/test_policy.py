@@ -48,6 +48,23 @@ def test_without_measured_speed_nothing_is_converted_and_the_plan_says_why() -> 
     assert plan.target == "test device"
 
 
+def test_an_empty_plan_says_how_many_gemms_fail_which_requirement() -> None:
+    evidence = report(
+        site("a", candidate(error=0.5, speedup=1.6)), site("b", candidate()), site("c", candidate(speedup=1.01))
+    )
+    plan = make_plan(evidence, Policy(min_speedup=1.05))
+    assert (
+        "of 3 GEMMs, 1 have no candidate that is accurate enough, 1 none that is also timed, and 1 none"
+        in plan.notes[0]
+    )
+
+
+def test_backends_that_are_refused_for_one_reason_share_a_line() -> None:
+    slow = [msgspec.structs.replace(candidate(error=0.5), backend=name) for name in ("torch", "triton")]
+    refusals = choice(make_plan(report(site("a", *slow)), ACCURACY)).refusals
+    assert refusals == ["tensorwise on torch, triton: error up to 0.51 exceeds 0.2"]
+
+
 def test_the_fastest_accurate_candidate_wins() -> None:
     evidence = report(
         site("a", candidate(recipe="tensorwise", speedup=1.4), candidate(recipe="rowwise", speedup=1.6)),

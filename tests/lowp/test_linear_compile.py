@@ -6,7 +6,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loka.lowp import linear_function
+from loka.lowp import weight_cache
 from loka.placing import LinearOptions, convert
 
 slow = pytest.mark.slow
@@ -121,12 +121,12 @@ def test_autocast_around_a_backward_that_asks_for_strides(monkeypatch: pytest.Mo
     """The Triton quantiser does; dynamo then traces the backward twice, and a context that the first trace opened would stay open."""
     torch._dynamo.reset()
     for name in ("quantize", "quantize_both", "quantize_transposed"):
-        real = getattr(linear_function, name)
+        real = getattr(weight_cache, name)
 
         def asking(x: Tensor, *rest: object, real=real, **named: object):
             return real(x if x.stride(-1) == 1 else x.contiguous(), *rest, **named)
 
-        monkeypatch.setattr(linear_function, name, asking)
+        monkeypatch.setattr(weight_cache, name, asking)
     model = nn.Sequential(nn.Linear(32, 16))
     convert(model, recipe="rowwise", backend="reference")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -21,13 +21,13 @@ from .test_linear import binding_for
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the weights that were quantised, in order."""
     seen: list[tuple[int, ...]] = []
-    real = weight_cache.quantize_weight
+    real = weight_cache.quantize_pair
 
     def counting(weight: Tensor, *args: object) -> object:
         seen.append(tuple(weight.shape))
         return real(weight, *args)
 
-    monkeypatch.setattr(weight_cache, "quantize_weight", counting)
+    monkeypatch.setattr(weight_cache, "quantize_pair", counting)
     return seen
 
 
@@ -252,8 +252,8 @@ def test_fresh_weights_are_quantised_in_every_forward(monkeypatch: pytest.Monkey
     import loka.lowp.linear as linear
 
     model, seen = make(weights="fresh"), []
-    real = linear.quantize_weight
-    monkeypatch.setattr(linear, "quantize_weight", lambda *a: (seen.append(1), real(*a))[1])
+    real = linear.quantize_pair
+    monkeypatch.setattr(linear, "quantize_pair", lambda *a: (seen.append(1), real(*a))[1])
     for _ in range(3):
         model(torch.randn(8, 32, requires_grad=True)).sum().backward()
     assert len(seen) == 6  # once per linear and forward, none in backward

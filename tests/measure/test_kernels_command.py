@@ -48,6 +48,7 @@ def test_shapes_that_mean_nothing_are_refused(text: str) -> None:
 def test_empty_shapes_and_unknown_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="'8x0x16' is empty"):
         parse_shapes("8x0x16")
+    assert parse_shapes("8x64", "norm_quantize") == [(8, 64, 1)]
     found = CliRunner().invoke(app, ["--device", "abacus"])
     assert isinstance(found.exception, ValueError)
     assert "--device abacus: " in str(found.exception)

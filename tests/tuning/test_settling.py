@@ -1,6 +1,5 @@
 """What leaves for the sake of speed changes what the rest does to the metric, and the other way round: units are dropped until both hold of the same ones."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,19 +32,19 @@ def make(names: str = "abc", left: float = 60.0) -> tuple[Any, Selection]:
     call = SimpleNamespace(margin=0.0002, training=True, left=left, budget=60.0, notes=[], cuda_graph=True)
     call.margin_for = lambda change: Call.margin_for(call, change)  # type: ignore[arg-type]
     call.is_within = lambda change, used: Call.is_within(call, change, used)  # type: ignore[arg-type]
-    selection = Selection(looked, Chosen(list(offers), {}), None, [], 0.0002, list(offers), None)  # type: ignore[arg-type]
+    selection = Selection(looked, Chosen(list(offers), {}), None, None, [], 0.0002)  # type: ignore[arg-type]
     selection.alone = {name: Interval(value=COST[name], low=COST[name] - WIDTH, high=COST[name] + WIDTH) for name in names}  # fmt: skip
     return call, selection
 
 
-def measure_by(monkeypatch: pytest.MonkeyPatch, swap: Callable[[Any, Selection, list[Offer]], Interval]) -> None:
-    """Units alone and all together are measured by `swap`."""
-    monkeypatch.setattr(metric, "swap", swap)
-    monkeypatch.setattr(metric, "swap_all", swap)
-
-
 def names(selection: Selection) -> str:
     return "".join(sorted(offer.name for offer in selection.offers))
+
+
+def replace_swap(monkeypatch: pytest.MonkeyPatch, swap: Any) -> None:
+    """Answer for units alone and for all together."""
+    monkeypatch.setattr(metric, "swap", swap)
+    monkeypatch.setattr(metric, "swap_all", swap)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         total = sum(COST[offer.name] for offer in offers)
         return Interval(value=total, low=total - WIDTH, high=total + WIDTH)
 
-    measure_by(monkeypatch, swap)
+    replace_swap(monkeypatch, swap)
     return asked
 
 
@@ -120,7 +119,7 @@ def test_a_unit_does_not_pass_for_being_noisy(monkeypatch: pytest.MonkeyPatch) -
     """With b in, data resolve 0.05 % only, and show more than the margin that was asked for without being sure of it: b leaves, and the rest is held to that margin."""
     call, selection = make("ab")
     noisy, quiet = Interval(value=3e-4, low=-2e-4, high=8e-4), Interval(value=1e-5, low=-5e-5, high=7e-5)
-    measure_by(monkeypatch, lambda call, selection, offers: noisy if "b" in "".join(o.name for o in offers) else quiet)  # fmt: skip
+    replace_swap(monkeypatch, lambda call, selection, offers: noisy if "b" in "".join(o.name for o in offers) else quiet)  # fmt: skip
     selection.alone = {"a": quiet, "b": noisy}
     metric.hold_margin(call, selection)
     assert names(selection) == "a"
@@ -141,11 +140,11 @@ def test_the_note_on_a_coarse_margin_is_of_what_is_in_at_the_end(monkeypatch: py
     call, selection = make("ab")
     selection.base = SimpleNamespace(step=0.0, per_example=True)  # type: ignore[assignment]
     wide = Interval(value=0.0, low=-0.0005, high=0.0005)
-    measure_by(monkeypatch, lambda *given: wide)
+    replace_swap(monkeypatch, lambda *given: wide)
     metric.hold_margin(call, selection)
     metric.note_margin(call, selection)
     assert "judged at 0.1%" in call.notes[0]
-    measure_by(monkeypatch, lambda *given: Interval(value=0.0, low=-1e-5, high=1e-5))
+    replace_swap(monkeypatch, lambda *given: Interval(value=0.0, low=-1e-5, high=1e-5))
     metric.hold_margin(call, selection, selection.used)
     metric.note_margin(call, selection)
     assert len(call.notes) == 1
@@ -185,10 +184,11 @@ def test_what_left_is_tried_again_when_it_was_not_the_one(swapped: list[str], mo
         return Interval(value=value, low=value - WIDTH, high=value + WIDTH)
 
     def swap_all(call: Any, selection: Selection, offers: list[Offer]) -> Interval:
-        selection.swapped = "".join(sorted(offer.name for offer in offers))  # type: ignore[assignment]
-        return swap(call, selection, offers)
+        found = swap(call, selection, offers)
+        selection.swapped = swapped[-1]  # type: ignore[assignment]
+        return found
 
-    measure_by(monkeypatch, swap)
+    monkeypatch.setattr(metric, "swap", swap)
     monkeypatch.setattr(metric, "swap_all", swap_all)
     metric.hold_margin(call, selection)
     assert (names(selection), "e" in selection.chosen.kept) == ("ef", False)

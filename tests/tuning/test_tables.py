@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import loka
 from loka.nn.tables import Table
 from loka.records import Interval
-from loka.tuning.tables import choose_collectives, choose_tables
+from loka.tuning.tables import Trial, choose_collectives, choose_tables
 from loka.tuning.task import Task
 
 WIDTH = 16
@@ -82,15 +82,15 @@ def test_what_harms_is_refused_with_numbers_and_nothing_is_changed() -> None:
         return Interval(value=harm, low=0.0, high=harm)
 
     task = Task(model, batches(), loss)
-    (table,) = choose_tables(task, measure, 2e-4, training=True)
+    (table,) = choose_tables(task, Trial(measure, 2e-4), training=True)
     assert table.rows != "int8:row"
     assert table.refusals[0].startswith("int8:row: +1.0000%")
-    weights, gradients = choose_collectives(task, measure, 2e-4)
+    weights, gradients = choose_collectives(task, Trial(measure, 2e-4))
     assert weights.codec == "e4m3:1x128:pow2"
     assert weights.refusals[0].startswith("int8:1x128")
     assert gradients.codec in ("e4m3:1x128:pow2:stochastic", "int8:1x128:stochastic", "bf16")
     assert not any("stochastic" not in reason.partition(" ")[0] for reason in gradients.refusals)
-    (none,) = choose_tables(task, lambda: Interval(value=1.0, low=1.0, high=1.0), 2e-4, training=False)
+    (none,) = choose_tables(task, Trial(lambda: Interval(value=1.0, low=1.0, high=1.0), 2e-4), training=False)
     assert none.rows == "float32"
     assert len(none.refusals) == 4
     assert none.evidence is None

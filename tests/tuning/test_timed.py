@@ -12,7 +12,8 @@ import loka
 from loka.lowp.chain_handing import AnotherPathError
 from loka.lowp.chain_modules import chains_of
 from loka.records import Interval
-from loka.tuning import comparing, metric, timing
+from loka.tuning import comparing, metric
+from loka.tuning.fragment import Fragment
 
 from .clock import Clock
 from .small import BATCHES, loss, make_trained, placed, same, state_of, tune
@@ -73,10 +74,10 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyboardInterrupt):
         tune(model, out=tmp_path)
     assert same(state_of(model, optimizer), before)
-    fragments = sum(isinstance(found, timing.Fragment) for found in clock.captured)
+    fragments = sum(isinstance(found, Fragment) for found in clock.captured)
     clock.fail = lambda captured, given: None
     tuned = tune(model, out=tmp_path)  # and goes on: the unit is not timed again
-    assert sum(isinstance(found, timing.Fragment) for found in clock.captured) == fragments
+    assert sum(isinstance(found, Fragment) for found in clock.captured) == fragments
     assert tuned.speedup is not None
     assert "resumed from the evidence of an earlier call" in tuned.record.notes
 
@@ -86,14 +87,14 @@ def test_evidence_of_another_computing_type_is_not_used(monkeypatch: pytest.Monk
     for autocast in (None, torch.bfloat16):
         clock.captured.clear()
         tune(model, out=tmp_path, autocast=autocast).revert()
-        assert any(isinstance(found, timing.Fragment) for found in clock.captured)
+        assert any(isinstance(found, Fragment) for found in clock.captured)
 
 
 def test_a_step_that_fails_with_units_in_converts_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, (model, _) = Clock(monkeypatch), make_trained()
 
     def fail(captured: nn.Module, given: Any) -> None:
-        if not isinstance(captured, timing.Fragment) and list(chains_of(captured)):
+        if not isinstance(captured, Fragment) and list(chains_of(captured)):
             raise SyntaxError("ptxas failed")  # of no kind that torch's errors share
 
     clock.fail = fail
@@ -110,7 +111,7 @@ def test_a_model_that_does_not_compile_is_tuned_untimed(monkeypatch: pytest.Monk
     clock, (model, _) = Clock(monkeypatch), make_trained()
 
     def fail(captured: nn.Module, given: Any) -> None:
-        if not isinstance(captured, timing.Fragment):
+        if not isinstance(captured, Fragment):
             raise SyntaxError("unexpected indent")
 
     clock.fail = fail
@@ -141,7 +142,7 @@ def test_a_chain_that_meets_another_path_where_it_is_timed_is_taken_apart(monkey
     clock, (model, _) = Clock(monkeypatch), make_trained()
 
     def meet(captured: nn.Module, given: Any) -> None:
-        if not isinstance(captured, timing.Fragment) and list(chains_of(captured)):
+        if not isinstance(captured, Fragment) and list(chains_of(captured)):
             raise AnotherPathError("elsewhere", CHAIN)
 
     clock.fail = meet
@@ -207,7 +208,7 @@ def test_a_unit_that_is_frozen_is_timed_by_itself(monkeypatch: pytest.MonkeyPatc
     model.item.requires_grad_(False)
     tuned = tune(model, BATCHES, squares, margin=0.5)
     assert {unit.name for unit in tuned.plan.units} == {"query.0", "item.0"}
-    fragments = [found for found in clock.captured if isinstance(found, timing.Fragment)]
+    fragments = [found for found in clock.captured if isinstance(found, Fragment)]
     assert len(fragments) == 4  # each in 16 bits and in FP8
 
 

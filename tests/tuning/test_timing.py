@@ -42,14 +42,14 @@ def make(device: torch.device, chains: bool) -> tuple[nn.Module, list[tuple[tupl
 def test_ending_a_step_is_what_an_optimizer_does(chains: bool) -> None:
     model, batches = make(torch.device("cpu"), chains)
     twin, _ = make(torch.device("cpu"), chains)
-    assert timing._converted_modules(model)
+    assert timing.converted_modules(model)
     assert any(isinstance(module, Linear) for module in model.modules()) != chains
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
-    for one, end in ((model, lambda: end_step(timing._converted_modules(model))), (twin, optimizer.step)):
+    for one, end in ((model, lambda: end_step(timing.converted_modules(model))), (twin, optimizer.step)):
         for (inputs,), target in batches * 2:
             loss(one(inputs), target).mean().backward()
             end()
-    for mine, theirs in zip(timing._converted_modules(model), timing._converted_modules(twin), strict=True):
+    for mine, theirs in zip(timing.converted_modules(model), timing.converted_modules(twin), strict=True):
         for a, b in zip(mine.remembered, theirs.remembered, strict=True):
             assert float(a.largest) > 0
             assert torch.equal(a.history, b.history)
@@ -57,7 +57,7 @@ def test_ending_a_step_is_what_an_optimizer_does(chains: bool) -> None:
         before = model(batches[0][0][0])
         for linear in (m for m in model.modules() if isinstance(m, nn.Linear)):
             linear.weight.data.mul_(0.5)
-        end_step(timing._converted_modules(model))
+        end_step(timing.converted_modules(model))
         assert not torch.equal(model(batches[0][0][0]), before)
 
 
@@ -261,7 +261,7 @@ def test_weights_of_a_served_model_are_kept_for_the_graph(chains: bool, monkeypa
     capture_reads(monkeypatch)
     model, batches = make(torch.device("cpu"), chains)
     loss(model(batches[0][0][0]), batches[0][1]).mean().backward()
-    end_step(timing._converted_modules(model))
+    end_step(timing.converted_modules(model))
     loka.placing.freeze_model(model)
     step = timing.whole_step(Task(model, batches, loss), training=False)
     loka.revert(model)

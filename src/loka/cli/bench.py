@@ -7,8 +7,8 @@
     loka bench kernels --op attention --shapes 256x8x320  rows x heads x length
     loka bench kernels --device cpu --no-isolate          emulation only, and labelled so
 
-Shapes are MxKxN for most ops; attention takes rows x heads x length, interaction rows x vectors x width, route tokens x
-width x experts. Prints bf16, each backend and the roofline per call, then which backends do not support the call and
+Shapes are MxKxN for most ops; quantize and norm_quantize need only MxK, attention takes rows x heads x length,
+interaction rows x vectors x width, route tokens x width x experts. Prints bf16, each backend and the roofline per call, then which backends do not support the call and
 why. A kernel with wrong results is listed but not timed, and the exit code is 1.
 """
 
@@ -20,6 +20,7 @@ import typer
 from loka.cli.places import check_file
 
 app = typer.Typer(no_args_is_help=True)
+WITHOUT_N = ("quantize", "norm_quantize")  # ops of one matrix, whose shapes may leave N out
 
 
 @app.callback()
@@ -55,7 +56,7 @@ def kernels(
     check_file("--out", out)
     config = bench.BenchConfig(
         op=op,
-        shapes=parse_shapes(shapes),
+        shapes=parse_shapes(shapes, op),
         variants=_list(variants),
         backends=_list(backends),
         device=str(find_device(device)),
@@ -75,11 +76,12 @@ def _list(text: str) -> tuple[str, ...] | None:
     return tuple(part.strip() for part in text.split(",") if part.strip()) or None
 
 
-def parse_shapes(text: str) -> list[tuple[int, int, int]]:
-    """Parse "MxKxN,MxKxN"."""
+def parse_shapes(text: str, op: str = "scaled_mm") -> list[tuple[int, int, int]]:
+    """Parse "MxKxN,MxKxN", or "MxK" with N = 1 for an op of one matrix."""
     shapes = []
     for part in text.split(","):
         numbers = part.strip().split("x")
+        numbers += ["1"] if len(numbers) == 2 and op in WITHOUT_N else []
         if len(numbers) != 3 or not all(number.isdigit() for number in numbers):
             raise ValueError(f"shape {part!r} is not MxKxN, e.g. 2048x1024x1024")
         m, k, n = (int(number) for number in numbers)

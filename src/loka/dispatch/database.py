@@ -179,10 +179,9 @@ class Database:
             if not why:
                 return Found(row, origin)
             reasons.append(f"a row of {origin.date[:10]} was not used: {', '.join(why)}")
-        missing = f"no row for {key.op} {m}x{key.k}x{key.n} {key.variant} on {key.backend}"
         if reasons:
             return Found(None, None, "; ".join(dict.fromkeys(reasons)), stale=True)
-        return Found(None, None, f"{missing} from {machine.device}")
+        return Found(None, None, f"no row for {key.op} {m}x{key.k}x{key.n} {key.variant} from {machine.device}")
 
     def entries(self, **filters: Any) -> Iterator[tuple[Origin, PerformanceRow]]:
         """Yield rows whose key columns equal the filters, newest first."""

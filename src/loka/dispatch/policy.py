@@ -161,7 +161,12 @@ def make_plan(
         units=chains,
         margin=policy.margin,
         environment=report.environment,
-        notes=[*notes, *_speed_notes(report, policy, speeds), *_unseen_notes(report), *told],
+        notes=[
+            *notes,
+            *_speed_notes(report, policy, speeds, scored, empty=not chains and not any(s.quantized for s in sites)),
+            *_unseen_notes(report),
+            *told,
+        ],
         weights=policy.weights if isinstance(speeds, DatabaseSpeeds) else None,
         max_metric_change=policy.max_metric_change,
     )
@@ -207,11 +212,13 @@ def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None)
     return DatabaseSpeeds(database, machine, policy.weights, policy.row_factor), notes
 
 
-def _speed_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str]:
+def _speed_notes(report: ProbeReport, policy: Policy, speeds: Speeds, scored: set[Gemm], *, empty: bool) -> list[str]:
+    """Say that no speed was considered, or why a plan that asks for speed is empty."""
     if policy.min_speedup is None:
         return ["made for accuracy only: no speed was considered"]
-    if any(c.speedup for site in report.sites for gemm in site.gemms for c in speeds.options(site, gemm)):
-        return []
+    options = [(site, gemm, list(speeds.options(site, gemm))) for site in report.sites for gemm in site.gemms]
+    if any(c.speedup for _, _, found in options for c in found):
+        return [_say_empty(options, policy, report.units or len(report.sites), scored)] if empty else []
     if isinstance(speeds, DatabaseSpeeds):
         return [
             f"nothing is converted: the database has no row of {policy.target} for any GEMM of this model; hint: tune on that device"
@@ -220,6 +227,22 @@ def _speed_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[st
         f"nothing is converted: a speed-up over {policy.min_speedup:g} is asked for and none was measured on "
         f"{report.environment.device}; plan for accuracy only (min_speedup=None, on the command line --accuracy-only), or for a target with database rows"
     ]
+
+
+def _say_empty(
+    options: Sequence[tuple[Site, Gemm, list[Candidate]]], policy: Policy, units: int, scored: set[Gemm]
+) -> str:
+    """Say how many GEMMs fail which requirement, where all of them do."""
+    lenient = replace(policy, min_speedup=None, target=None)
+    accurate = [
+        [c for c in found if _refuse(c, lenient, site, units, gemm in scored) is None] for site, gemm, found in options
+    ]
+    passing = [found for found in accurate if found]
+    untimed = sum(not any(c.speedup for c in found) for found in passing)
+    return (
+        f"nothing is converted: of {len(accurate)} GEMMs, {len(accurate) - len(passing)} have no candidate that is accurate enough, {untimed} none that is also timed, "
+        f"and {len(passing) - untimed} none that is also faster by {policy.min_speedup:g}; hint: loka explain PLAN SITE, or plan.explain(SITE)"
+    )
 
 
 def _unseen_notes(report: ProbeReport) -> list[str]:
@@ -281,14 +304,15 @@ def choose(
     `units` share the margin. If the GEMM is scored elsewhere in the model, candidates without a score are refused.
     """
     passing: list[Candidate] = []
-    refusals: list[str] = []
+    refused: dict[tuple[str, str], list[str]] = {}  # backends by recipe and reason: many share one
     alone = [c for c in options if c.recipe not in GIVEN]
     for candidate in (c for c in alone if policy.recipe in (AUTO, c.recipe)):
         refusal = _refuse(candidate, policy, site, units, scored)
         if refusal is None:
             passing.append(candidate)
         else:
-            refusals.append(f"{candidate.recipe} on {candidate.backend}: {refusal}")
+            refused.setdefault((candidate.recipe, refusal), []).append(candidate.backend)
+    refusals = [f"{recipe} on {', '.join(backends)}: {why}" for (recipe, why), backends in refused.items()]
     if not passing:
         kept = policy.recipe != AUTO and recipe_named(policy.recipe).operands(gemm) is None
         nothing = f"{policy.recipe} keeps {gemm} in high precision" if kept else "no candidate was evaluated"

@@ -139,7 +139,10 @@ def _check_path(path: Path, create: bool) -> bool:
         raise ValueError(f"{path} is a folder, expected the file of a performance database")
     if not exists:
         if not create:
-            raise ValueError(f"there is no performance database at {path}; hint: loka db merge FILE makes one")
+            raise ValueError(
+                f"there is no performance database at {path}; hint: loka db merge FILE makes one, "
+                "loka db show --shipped has the rows that ship with the package"
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

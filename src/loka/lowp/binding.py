@@ -135,7 +135,11 @@ class LinearBinding:
     def __str__(self) -> str:
         parts = [f"{name}={getattr(self, name) or 'high'}" for name in ("fprop", "dgrad", "wgrad")]
         defaults = LinearBinding.__dataclass_fields__
-        parts += [f"{n}={getattr(self, n)}" for n in ("save", "weights", "quantizer") if getattr(self, n) != defaults[n].default]  # fmt: skip
+        parts += [
+            f"{n}={getattr(self, n)}"
+            for n in ("save", "weights", "quantizer")
+            if getattr(self, n) != defaults[n].default
+        ]
         return ", ".join(parts)
 
 

@@ -94,7 +94,9 @@ def _step_back(
     return result.g, result.g_t
 
 
-def _enter(dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[QTensor, QTensor]:  # fmt: skip
+def _enter(
+    dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: ChainTensors, made: Gradients
+) -> tuple[QTensor, QTensor]:
     """Compute g of a link from the 16-bit gradient of its output, and the gradients of its bias and norm."""
     link, precision, biased = layout.links[at], layout.precision, layout.bias_types[at] is not None
     backend, draw = precision.quantize_backend, tensors.draw(at, layout)

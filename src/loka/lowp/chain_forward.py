@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from loka.formats import ROW, TENSOR, QTensor, Spec, block_amax, scale_from_amax
-from loka.kernels.dropout import Dropout
-from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear
+from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, fused_linear
 from loka.kernels.norm_quantize import norm_quantize
 from loka.kernels.quantize import quantize, quantize_both
 from loka.kernels.scaled_mm import scaled_mm
-from loka.lowp.chain_function import GIVEN_SPECS, ROW_SPEC, STATIC_SPEC, TENSOR_SPEC, ChainTensors, Layout, Link
+from loka.lowp.chain_function import GIVEN_SPECS, ROW_SPEC, STATIC_SPEC, TENSOR_SPEC, ChainTensors, Layout
 from loka.lowp.scaling import find_amax
 
 
@@ -70,7 +69,10 @@ def quantize_found(x: Tensor, spec: Spec, backend: str) -> tuple[QTensor, QTenso
 
 def run_plain(a: QTensor, w: QTensor, bias: Tensor | None, layout: Layout) -> Tensor:
     """Run a linear with nothing after it: the library's GEMM."""
-    return scaled_mm(a, w, out_dtype=layout.dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum, bias=bias)  # fmt: skip
+    precision = layout.precision
+    return scaled_mm(
+        a, w, out_dtype=layout.dtype, backend=precision.gemm_backend, fast_accum=precision.fast_accum, bias=bias
+    )
 
 
 class Step(NamedTuple):
@@ -96,44 +98,42 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
         training: whether a backward follows, which needs z and the transpose of the output.
     """
     link, last = layout.links[at], at == len(layout.links) - 1
-    bias, draw = tensors.bias[at], tensors.draw(at, layout)
-    if last:
-        if link.plain and draw is None:
-            return Step(None, None, run_plain(a, w, bias, layout))
-        result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=training, draw=draw)
-        return Step(None, None, _as_tensor(result.y), result.z, result.rstd)
-    if link.norm in ("layer", "rms"):
-        # add the bias in the GEMM: what follows is a kernel of ours, with which a compiler cannot fuse an addition
-        library = bias is None or (w.shape[0] % 16 == 0 and layout.precision.gemm_backend in ("auto", "torch"))
-        h = (
-            run_plain(a, w, bias, layout)
-            if library
-            else _as_tensor(_fuse(a, w, bias, Link(link.linear), layout, out=layout.dtype).y)
-        )
-        return _run_normed(h, at, layout, tensors, training=training)
-    if link.bounded:
-        result = _fuse(a, w, bias, link, layout, out=NORMALIZED, scale=tensors.scale[at], keep=training, transpose=training, draw=draw)  # fmt: skip
-        return Step(_as_q(result.y), result.y_t, None, result.z, result.rstd)
-    if layout.primed:
-        result = _fuse(
-            a,
-            w,
-            bias,
-            link,
-            layout,
-            out=STATIC_SPEC,
-            scale=tensors.scale[at],
-            keep=training,
-            transpose=training,
-            amax=tensors.pending[at],
-            draw=draw,
-        )
-        return Step(_as_q(result.y), result.y_t, None, result.z)
-    if link.plain and draw is None:
+    bias, draw, backend = tensors.bias[at], tensors.draw(at, layout), layout.precision.fused_backend
+    if link.plain and draw is None and (last or not layout.primed):
         y = run_plain(a, w, bias, layout)
+        if last:
+            return Step(None, None, y)
         raise_pending(tensors.pending[at], y)
         return _quantize_step(y, layout, training=training, z=None)
-    result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=True, amax=tensors.pending[at], draw=draw)
+    if not last and link.norm in ("layer", "rms"):
+        # add the bias in the GEMM: what follows is a kernel of ours, with which a compiler cannot fuse an addition
+        if bias is None or (w.shape[0] % 16 == 0 and layout.precision.gemm_backend in ("auto", "torch")):
+            h = run_plain(a, w, bias, layout)
+        else:
+            alone = fused_linear(a, w, out=layout.dtype, bias=bias, norm_block=0, activation="none", backend=backend)
+            h = _as_tensor(alone.y)
+        return _run_normed(h, at, layout, tensors, training=training)
+    given: dict[str, Any] = {
+        "bias": bias,
+        "norm_block": NORM_BLOCK if link.bounded else 0,
+        "activation": link.activation,
+        "slope": link.slope,
+        "dropout": draw,
+        "backend": backend,
+    }
+    if last:
+        result = fused_linear(a, w, out=layout.dtype, keep=training, **given)
+        return Step(None, None, _as_tensor(result.y), result.z, result.rstd)
+    scale, pending = tensors.scale[at], tensors.pending[at]
+    if link.bounded:
+        result = fused_linear(a, w, out=NORMALIZED, out_scale=scale, keep=training, transpose=training, **given)
+        return Step(_as_q(result.y), result.y_t, None, result.z, result.rstd)
+    if layout.primed:
+        result = fused_linear(
+            a, w, out=STATIC_SPEC, out_scale=scale, keep=training, transpose=training, amax=pending, **given
+        )
+        return Step(_as_q(result.y), result.y_t, None, result.z)
+    result = fused_linear(a, w, out=layout.dtype, keep=True, amax=pending, **given)
     return _quantize_step(_as_tensor(result.y), layout, training=training, z=result.z)
 
 
@@ -170,26 +170,6 @@ def raise_pending(pending: Tensor | None, x: Tensor) -> None:
     """Raise `pending` to the largest magnitude of x, if it is collected."""
     if pending is not None:
         pending.copy_(torch.maximum(pending, find_amax(x)))
-
-
-def _fuse(
-    a: QTensor,
-    w: QTensor,
-    bias: Tensor | None,
-    link: Link,
-    layout: Layout,
-    *,
-    out: Any,
-    scale: Tensor | None = None,
-    keep: bool = False,
-    transpose: bool = False,
-    amax: Tensor | None = None,
-    draw: Dropout | None = None,
-) -> FusedResult:
-    return fused_linear(
-        a, w, out=out, out_scale=scale, bias=bias, norm_block=NORM_BLOCK if link.bounded else 0, activation=link.activation,
-        slope=link.slope, keep=keep, transpose=transpose, amax=amax, dropout=draw, backend=layout.precision.fused_backend,
-    )  # fmt: skip
 
 
 def _as_q(y: QTensor | Tensor) -> QTensor:

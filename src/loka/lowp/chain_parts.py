@@ -113,7 +113,9 @@ class ChainConfig:
             if not isinstance(linear, nn.Linear):
                 raise ValueError(f"{self.name}: {link.linear} is a {type(linear).__name__}, expected nn.Linear")
             if width is not None and linear.in_features != width:
-                raise ValueError(f"{self.name}: {link.linear} takes {linear.in_features} features, the layer before it gives {width}")  # fmt: skip
+                raise ValueError(
+                    f"{self.name}: {link.linear} takes {linear.in_features} features, the layer before it gives {width}"
+                )
             if link.norm in ("layer", "rms") and index == len(self.parts) - 1:
                 raise ValueError(
                     f"{self.name}: {link.linear} is the last linear; its {link.norm} norm must be outside of the chain"

@@ -93,7 +93,9 @@ class RunningChain(ChainWeights):
         if x.shape[-1] != width:
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
         if x.dim() != 2 and any(part.folds for part in self.parts):
-            raise ValueError(f"{self.name}: a batch norm is folded into it, so it takes only [rows, {width}]; got {tuple(x.shape)}")  # fmt: skip
+            raise ValueError(
+                f"{self.name}: a batch norm is folded into it, so it takes only [rows, {width}]; got {tuple(x.shape)}"
+            )
         if not torch.compiler.is_compiling():
             self._refuse_weights()
             self.notice_unfiled()

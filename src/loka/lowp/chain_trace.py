@@ -14,6 +14,7 @@ interaction layer is entered through the layer; its first x exists only in FP8 a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,15 @@ class LinkRows:
     dy_low: QTensor | None = None
     dy_largest: Tensor | None = None
     dy_left: Tensor | None = None
+
+
+class _Read(NamedTuple):
+    """The operands that the forward GEMM of one link read: some rows of x, amax of all of them, W and W^T."""
+
+    x: QTensor
+    largest: Tensor
+    w: QTensor
+    w_t: QTensor
 
 
 class Trace:
@@ -101,52 +111,53 @@ class Trace:
         self._tensors = ChainTensors(
             tensors.weight, tensors.bias, norm_weight, norm_bias, scale, none, g_scale, none, seed
         )
-        lows, weights = self._run(chain, given) if graded else self._infer(chain, given)
+        read = self._run(chain, given) if graded else self._infer(chain, given)
         self._bias = [None if b is None else b.detach().to(torch.float32, copy=True) for b in tensors.bias]
         self.links: list[LinkRows] = []
         wide = (given.dequantize() if isinstance(given, QTensor) else given)[_all(self._index)].float()
-        for at, ((low, largest), (w, w_t)) in enumerate(zip(lows, weights, strict=True)):
-            seen = torch.linalg.vector_norm(wide, torch.inf) if wide.numel() else torch.zeros_like(largest)
-            self.links.append(LinkRows(wide, low, w, w_t, torch.maximum(largest, seen)))
+        for at, link in enumerate(read):
+            seen = torch.linalg.vector_norm(wide, torch.inf) if wide.numel() else torch.zeros_like(link.largest)
+            self.links.append(LinkRows(wide, link.x, link.w, link.w_t, torch.maximum(link.largest, seen)))
             wide = self._hand_on(self._product(at), at)
         self._tensors = self._tensors._replace(weight=none, bias=none, scale=none)
 
-    def _run(self, chain: Chain, given: Tensor | QTensor) -> tuple[list[tuple[QTensor, Tensor]], list[tuple[QTensor, QTensor]]]:  # fmt: skip
+    def _run(self, chain: Chain, given: Tensor | QTensor) -> list[_Read]:
         """Run the forward as in training, and keep what backward needs."""
-        layout, scale = self._layout, chain.input_scale
+        layout = self._layout
         if isinstance(given, QTensor):
             a, a_t = given, transpose(given, backend=layout.precision.quantize_backend)
         else:
-            a, a_t = quantize_input_both(given, scale, layout)
-            largest = torch.linalg.vector_norm(given, torch.inf).float()
+            a, a_t = quantize_input_both(given, chain.input_scale, layout)
         self._y, self._saved = run_forward(a, a_t, layout, self._tensors)
-        lows, weights = [], []
-        width = len(Kept._fields)
+        found, width = [], len(Kept._fields)
         for at in range(len(layout.links)):
             kept = Kept(*self._saved[width * at : width * (at + 1)])  # type: ignore[arg-type]
             spec = a.spec if at == 0 else input_spec(at, layout)
             rows = take_quantized(QTensor(kept.x_t.T, kept.x_t_scale, spec), self._index)
-            whole = largest if at == 0 and not isinstance(given, QTensor) else _largest(kept.x_t, kept.x_t_scale)
-            lows.append((rows, whole))
+            if at == 0 and isinstance(given, Tensor):
+                whole = torch.linalg.vector_norm(given, torch.inf).float()
+            else:
+                whole = _largest(kept.x_t, kept.x_t_scale)
             w_t = QTensor(kept.w_t, kept.w_t_scale, layout.precision.weight_t_spec)
             plain = layout.precision.weight_t_spec == TENSOR_SPEC
             w = QTensor(kept.w_t.T, kept.w_t_scale, TENSOR_SPEC) if plain else chain.quantized_weight(at)
-            weights.append((w, w_t))
-        return lows, weights
+            found.append(_Read(rows, whole, w, w_t))
+        return found
 
-    def _infer(self, chain: Chain, given: Tensor | QTensor) -> tuple[list[tuple[QTensor, Tensor]], list[tuple[QTensor, QTensor]]]:  # fmt: skip
+    def _infer(self, chain: Chain, given: Tensor | QTensor) -> list[_Read]:
         """Run the forward as without gradients."""
-        layout = self._layout
-        a = given if isinstance(given, QTensor) else quantize_input(given, chain.input_scale, layout, rows=not chain.training)  # fmt: skip
-        lows, weights = [], []
+        layout, a = self._layout, given
+        if not isinstance(a, QTensor):
+            a = quantize_input(a, chain.input_scale, layout, rows=not chain.training)
+        found = []
         for at in range(len(layout.links)):
             w = chain.quantized_weight(at)
-            weights.append((w, QTensor(w.data.T, w.scale, w.spec)))
-            lows.append((take_quantized(a, self._index), torch.linalg.vector_norm(a.dequantize(), torch.inf).float()))
+            whole = torch.linalg.vector_norm(a.dequantize(), torch.inf).float()
+            found.append(_Read(take_quantized(a, self._index), whole, w, QTensor(w.data.T, w.scale, w.spec)))
             step = run_link(a, w, at, layout, self._tensors, training=False)
             a = a if step.a is None else step.a
         self._saved = []
-        return lows, weights
+        return found
 
     def _product(self, at: int) -> Tensor:
         """Return p of the rows, from the GEMM's operands."""

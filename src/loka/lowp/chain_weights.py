@@ -66,7 +66,11 @@ class ChainWeights(ChainScales):
 
     def _quantize(self, part: Part) -> QTensor:
         device = part.linear.weight.device if self.frozen is None else self.frozen[0].device
-        weight = fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)[0] if part.folds else part.linear.weight  # fmt: skip
+        weight = (
+            fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)[0]
+            if part.folds
+            else part.linear.weight
+        )
         return quantize(weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
 
     def _are_frozen_current(self) -> bool:

@@ -350,7 +350,10 @@ class Guard:
                 continue
             if bad_out > bad_in + bad_weight:
                 began = bad_out - bad_in - bad_weight
-                return f"{made} is not finite in {began:.0f} of {calls:.0f} observed calls with finite {given} and weight", True  # fmt: skip
+                return (
+                    f"{made} is not finite in {began:.0f} of {calls:.0f} observed calls with finite {given} and weight",
+                    True,
+                )
             for bad, what in ((bad_weight, "the weight"), (bad_in, given)):
                 if bad:
                     return (

@@ -178,7 +178,12 @@ def interactions_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def refuse_interaction(layer: Any, linears: Sequence[nn.Module], *, bounded_input: bool) -> str | None:
     """Return why a layer's interactions cannot be fused around the linears of a chain, or None if they can."""
     mix, fmb, norm = (getattr(layer, name, None) for name in ("mix", "fmb", "norm"))
-    if not isinstance(mix, FeatureMix) or fmb is None or norm is None or not isinstance(getattr(fmb, "mlp", None), nn.Module):  # fmt: skip
+    if (
+        not isinstance(mix, FeatureMix)
+        or fmb is None
+        or norm is None
+        or not isinstance(getattr(fmb, "mlp", None), nn.Module)
+    ):
         return "it has no children mix, fmb with a tower mlp, and norm"
     if [m for m in fmb.mlp.modules() if isinstance(m, nn.Linear)] != list(linears):
         return "its tower fmb.mlp is not one FP8 chain, first linear to last"

@@ -32,7 +32,7 @@ from loka.lowp.linear_function import Given, Layouts, LinearFunction, parts_of
 from loka.lowp.linear_state import LinearState, can_cache
 from loka.lowp.scaling import AmaxState, find_amax
 from loka.lowp.step import file_magnitudes, follow, unfollow
-from loka.lowp.weight_cache import WeightCache, quantize_weight
+from loka.lowp.weight_cache import WeightCache, quantize_pair
 from loka.nn.jagged import on_values
 from loka.nn.mixing import declare_mixed, mix, unmix
 
@@ -213,7 +213,7 @@ class Linear(nn.Linear):
             w, w_t = state.weights.get(weight, training=self.training)
         missing = (w_spec if w is None else None, t_spec if w_t is None else None)
         if missing[0] is not None or missing[1] is not None:
-            made = quantize_weight(weight, *missing, binding.quantizer)
+            made = quantize_pair(weight.detach(), *missing, binding.quantizer)
             w, w_t = made[0] if w is None else w, made[1] if w_t is None else w_t
         scales = (None, None) if state.x is None else self._x_scales(x, state.x)
         largest, pending = (None, None) if state.dy is None else (state.dy.largest, state.dy.pending)

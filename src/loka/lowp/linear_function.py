@@ -15,12 +15,12 @@ from torch.autograd.function import once_differentiable
 from loka.formats import QTensor, Spec
 from loka.kernels import prepared, registry
 from loka.kernels.prepared import Layout
-from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import GemmWay, scaled_mm
 from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.lowp.binding import LinearBinding
 from loka.lowp.health import BACKWARD, quantization_error, record, sampled_error, turn_of
 from loka.lowp.scaling import delayed_scale, find_amax
+from loka.lowp.weight_cache import quantize_pair
 
 _OTHER_INPUTS = 4  # binding, dtype, needs, layouts: the arguments of the autograd function that are not tensors
 
@@ -59,17 +59,6 @@ def _whole(parts: Parts, spec: Spec, shape: tuple[int, ...] = (), layout: Layout
     if layout is not None:
         return prepared.assemble(data, scale, laid, spec, shape, layout)
     return QTensor(data, scale, spec, two)
-
-
-def _pair(
-    x: Tensor, spec: Spec | None, transpose: Spec | None, scale: Tensor | None, scale_t: Tensor | None, quantizer: str
-) -> tuple[QTensor | None, QTensor | None]:
-    """Quantize x and x^T, each if it has a spec, in one read if the quantizer can."""
-    if spec is not None and transpose is not None:
-        return quantize_both(x, spec, transpose, scale=scale, transpose_scale=scale_t, backend=quantizer)
-    if transpose is None:
-        return (None if spec is None else quantize(x, spec, scale=scale, backend=quantizer)), None
-    return None, quantize_transposed(x, transpose, scale=scale_t, backend=quantizer)
 
 
 def _gemm(a: QTensor, b: QTensor, bound: GemmWay, dtype: torch.dtype) -> Tensor:
@@ -113,7 +102,7 @@ class LinearFunction(torch.autograd.Function):
             y = torch.matmul(x.to(dtype), weight.to(dtype).T)
         else:
             transpose = wgrad.b if keeps_fp8 and wgrad is not None else None
-            q, x_t = _pair(x, fprop.a, transpose, given.x_scale, given.xt_scale, binding.quantizer)
+            q, x_t = quantize_pair(x, fprop.a, transpose, binding.quantizer, given.x_scale, given.xt_scale)
             assert q is not None
             w = _whole(given[:4], fprop.b, weight.shape, layouts[0])
             y = _gemm(q, w, fprop, dtype)
@@ -149,7 +138,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     spec = None if dgrad is None else dgrad.a
     transpose = None if wgrad is None else wgrad.a
     scales = _dy_scales(dy, (spec, transpose), (largest, ctx.pending), 2.0**binding.scaling.margin)
-    q, q_t = _pair(dy, spec, transpose, *scales, binding.quantizer)
+    q, q_t = quantize_pair(dy, spec, transpose, binding.quantizer, *scales)
     dx = dw = None
     if ctx.needs[0]:
         dx = torch.matmul(dy.to(ctx.dtype), weight.to(ctx.dtype)) if dgrad is None or q is None else (
@@ -159,8 +148,10 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if wgrad is None or q_t is None:
             dw = torch.matmul(dy.to(ctx.dtype).T, x.to(ctx.dtype))
         else:
-            x_t = _whole((xt[0], xt[1], None, xt[3]), wgrad.b) if x is None else _pair(
-                x, None, wgrad.b, None, xt_scale, binding.quantizer)[1]  # fmt: skip
+            if x is None:
+                x_t: QTensor | None = _whole((xt[0], xt[1], None, xt[3]), wgrad.b)
+            else:
+                x_t = quantize_pair(x, None, wgrad.b, binding.quantizer, scale_t=xt_scale)[1]
             assert x_t is not None
             shape = (q_t.shape[0], q_t.shape[1], x_t.shape[0])
             dw = _gemm(q_t, x_t, wgrad, _gradient_dtype(shape, wgrad, ctx.dtype, ctx.types[1], dy.device))

@@ -103,7 +103,11 @@ def _read_join(args: Any, kwargs: Any, out: Tensor) -> Joined | None:
 
 def _read_norm(norm: str, args: Any, kwargs: Any) -> Normed | None:
     layer = norm == "layer"
-    names = ("input", "normalized_shape", "weight", "bias", "eps") if layer else ("input", "normalized_shape", "weight", "eps")  # fmt: skip
+    names = (
+        ("input", "normalized_shape", "weight", "bias", "eps")
+        if layer
+        else ("input", "normalized_shape", "weight", "eps")
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     eps = given.get("eps", 1e-5 if layer else None)
     if len(given["normalized_shape"]) != 1 or eps is None or given["input"].dim() < 2:

@@ -1,12 +1,13 @@
 """What converted linears do between two steps, when their weights have changed.
 
-The first conversion registers one hook that runs after the step of any torch optimizer. It
+The first conversion registers one hook that runs after the step of any torch optimizer. It does two things:
 
-    drops the cached quantized weights of Linears that the optimizer owns, and of all others in training mode: weights
-    updated through master copies belong to no optimizer and are written through `.data`, which no version counter
-    shows, so an unchanged weight may be quantized once more than needed. `manual` caches are rebuilt if the optimizer
-    owns them files the step's magnitudes (amax), for delayed scales, of Linears that the optimizer owns and of frozen
-    ones in training mode
+    weights       drops the cached quantized weights of Linears that the optimizer owns, and of all others in training
+                  mode: weights updated through master copies belong to no optimizer and are written through `.data`,
+                  which no version counter shows. So an unchanged weight may be quantized once more than needed.
+                  `manual` caches are rebuilt at once if the optimizer owns their weights
+    magnitudes    files those of the step (amax), for delayed scales: of Linears that the optimizer owns, and of frozen
+                  ones in training mode
 
 Code that updates weights without a torch optimizer calls `loka.refresh(model)`, which does the same.
 """

@@ -41,7 +41,7 @@ import ctypes
 import weakref
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -164,21 +164,59 @@ def _set_stamp(weight: Tensor, stamp: Tensor, *, kept: bool) -> None:
     stamp.fill_(serial)
 
 
-def quantize_weight(
-    weight: Tensor, spec: Spec | None, transpose: Spec | None, quantizer: str
+def quantize_pair(
+    x: Tensor,
+    spec: Spec | None,
+    transpose: Spec | None,
+    quantizer: str,
+    scale: Tensor | None = None,
+    scale_t: Tensor | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """Quantize W and W^T, each if it has a spec, in one read if the quantizer can."""
-    weight = weight.detach()
+    """Quantize a matrix and its transpose, each if it has a spec, in one read if the quantizer can.
+
+    Args:
+        x: [M, K], without a graph.
+        spec, transpose: the specs of x and x^T; None if it is not needed.
+        quantizer: backend of `kernels.quantize`.
+        scale, scale_t: their scales, if these are known beforehand.
+    """
     if spec is not None and transpose is not None:
-        return quantize_both(weight, spec, transpose, backend=quantizer)
+        return quantize_both(x, spec, transpose, scale=scale, transpose_scale=scale_t, backend=quantizer)
     if transpose is not None:
-        return None, quantize_transposed(weight, transpose, backend=quantizer)
-    return (None if spec is None else quantize(weight, spec, backend=quantizer)), None
+        return None, quantize_transposed(x, transpose, scale=scale_t, backend=quantizer)
+    return (None if spec is None else quantize(x, spec, scale=scale, backend=quantizer)), None
+
+
+class _Forms(NamedTuple):
+    """What a cache makes of a weight: the GEMMs that read W and W^T, None if none does, and the quantizer."""
+
+    w: GemmWay | None
+    w_t: GemmWay | None
+    quantizer: str
+
+    @classmethod
+    def parse(cls, w: str, w_t: str, quantizer: str) -> "_Forms":
+        """Undo `spell`."""
+        return cls(GemmWay.parse(w) if w else None, GemmWay.parse(w_t) if w_t else None, quantizer)
+
+    def spell(self) -> tuple[str, str, str]:
+        """Return the forms as the strings that a torch op can take."""
+        return str(self.w or ""), str(self.w_t or ""), self.quantizer
+
+    def make(self, weight: Tensor) -> tuple[QTensor | None, QTensor | None]:
+        """Return W and W^T, quantized and laid out for the GEMMs that read them."""
+        spec, transpose = (None if way is None else way.b for way in (self.w, self.w_t))
+        q, q_t = quantize_pair(weight.detach(), spec, transpose, self.quantizer)
+        return _lay_out(q, self.w), _lay_out(q_t, self.w_t)
+
+
+def _lay_out(q: QTensor | None, way: GemmWay | None) -> QTensor | None:
+    return None if q is None or way is None else prepare(q, way.a, backend=way.backend)
 
 
 def _refresh(
-    weight: Tensor, buffers: Buffers, stamp: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str, manual: bool, training: bool, changed: bool
-) -> None:  # fmt: skip
+    weight: Tensor, buffers: Buffers, stamp: Tensor, forms: _Forms, *, manual: bool, training: bool, changed: bool
+) -> None:
     """Update the buffers if they are stale; `changed` means they are, whatever the version counter says."""
     capturing = _is_capturing(weight)
     if capturing:
@@ -190,39 +228,21 @@ def _refresh(
             "the weight changed after it was quantized; "
             "hint: loka.refresh(model) after changing weights by hand, or weights='step'"
         )
-    if manual:
-        return
-    _write(weight, buffers, stamp, form, form_t, quantizer, kept=not training)
-
-
-def _make(
-    weight: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str
-) -> tuple[QTensor | None, QTensor | None]:
-    """Return W and W^T, quantized and laid out for the GEMMs that read them."""
-    q, q_t = quantize_weight(weight, None if form is None else form.b, None if form_t is None else form_t.b, quantizer)
-    return (
-        None if q is None or form is None else prepare(q, form.a, backend=form.backend),
-        None if q_t is None or form_t is None else prepare(q_t, form_t.a, backend=form_t.backend),
-    )
+    if not manual:
+        _write(weight, buffers, stamp, forms, kept=not training)
 
 
 def _tensors(q: QTensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return (None, None, None) if q is None else parts_of(q)
 
 
-def _write(
-    weight: Tensor, buffers: Buffers, stamp: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str, *, kept: bool
-) -> None:  # fmt: skip
+def _write(weight: Tensor, buffers: Buffers, stamp: Tensor, forms: _Forms, *, kept: bool) -> None:
     with torch.no_grad():
-        q, q_t = _make(weight, form, form_t, quantizer)
+        q, q_t = forms.make(weight)
         for buffer, value in zip(buffers, (*_tensors(q), *_tensors(q_t)), strict=True):
             if buffer is not None and value is not None:
                 buffer.copy_(value)
         _set_stamp(weight, stamp, kept=kept)
-
-
-def _parse(text: str) -> GemmWay | None:
-    return GemmWay.parse(text) if text else None
 
 
 @torch_op("refresh_weight", mutates=("data", "scale", "laid", "data_t", "scale_t", "laid_t", "stamp"))
@@ -230,10 +250,21 @@ def refresh_weight(
     weight: Tensor, data: Tensor | None, scale: Tensor | None, laid: Tensor | None, data_t: Tensor | None, scale_t: Tensor | None,
     laid_t: Tensor | None, stamp: Tensor, form: str, form_t: str, quantizer: str, manual: bool, training: bool,
 ) -> None:  # fmt: skip
-    """Run `_refresh` in compiled code."""
-    buffers = [data, scale, laid, data_t, scale_t, laid_t]
+    """Run `_refresh` in compiled code. An op takes no lists of tensors and no objects, so it gets them one by one.
+
+    Args:
+        weight: [N, K].
+        data, scale, laid: buffers of the quantized weight, as in `WeightCache`.
+        data_t, scale_t, laid_t: those of its transpose.
+        stamp: what the buffers were computed from.
+        form, form_t, quantizer: `_Forms.spell`.
+        manual: whether only `loka.refresh` may update them.
+        training: whether the weight trains.
+    """
     changed = _was_changed_unseen(weight, stamp, manual=manual)
-    _refresh(weight, buffers, stamp, _parse(form), _parse(form_t), quantizer, manual, training, changed)
+    forms = _Forms.parse(form, form_t, quantizer)
+    buffers = [data, scale, laid, data_t, scale_t, laid_t]
+    _refresh(weight, buffers, stamp, forms, manual=manual, training=training, changed=changed)
 
 
 @fake_of(refresh_weight)
@@ -257,14 +288,14 @@ class WeightCache:
         manual: bool,
         site: str = "",
     ) -> None:
-        self.form, self.form_t, self.quantizer, self.manual = form, form_t, quantizer, manual
+        self.forms, self.manual = _Forms(form, form_t, quantizer), manual
         _SITES[id(weight)] = site
         _UNSEEN.discard(id(weight))
         self.weight_id = id(weight)
-        self.spelled = ("" if form is None else str(form), "" if form_t is None else str(form_t))
+        self.spelled = self.forms.spell()
         with torch.inference_mode(False), torch.no_grad():
             self.stamp = torch.zeros((), dtype=torch.int64)
-            q, q_t = _make(weight, form, form_t, quantizer)
+            q, q_t = self.forms.make(weight)
             self.data, self.scale, self.laid = _tensors(q)
             self.data_t, self.scale_t, self.laid_t = _tensors(q_t)
             self.layouts = (layout_of(q), layout_of(q_t))
@@ -275,10 +306,7 @@ class WeightCache:
     def get(self, weight: Tensor, *, training: bool) -> tuple[QTensor | None, QTensor | None]:
         """Return the current weight and its transpose, quantized."""
         if torch.compiler.is_compiling():
-            refresh_weight(
-                weight, self.data, self.scale, self.laid, self.data_t, self.scale_t, self.laid_t, self.stamp, *self.spelled,
-                self.quantizer, self.manual, training,
-            )  # fmt: skip
+            refresh_weight(weight, *self._buffers(), self.stamp, *self.spelled, self.manual, training)
             return self._assemble(weight, self._buffers())
         made = None if self.manual else _MADE.get(int(self.stamp))
         changed = _was_changed_unseen(weight, self.stamp, manual=self.manual)
@@ -286,16 +314,16 @@ class WeightCache:
             self.renew()  # another tensor, or values changed unseen: the old buffers may still be needed by a backward
         now = vars(self).copy()  # a consistent snapshot: an optimizer in another thread may renew the buffers meanwhile
         buffers: Buffers = [now[name] for name in _BUFFERS]
-        _refresh(weight, buffers, now["stamp"], self.form, self.form_t, self.quantizer, self.manual, training, changed)
+        _refresh(weight, buffers, now["stamp"], self.forms, manual=self.manual, training=training, changed=changed)
         return self._assemble(weight, buffers)
 
     def _assemble(self, weight: Tensor, buffers: Buffers) -> tuple[QTensor | None, QTensor | None]:
         (n, k), (data, scale, laid, data_t, scale_t, laid_t) = weight.shape, buffers
         q = q_t = None
-        if self.form is not None and data is not None and scale is not None:
-            q = assemble(data, scale, laid, self.form.b, (n, k), self.layouts[0])
-        if self.form_t is not None and data_t is not None and scale_t is not None:
-            q_t = assemble(data_t, scale_t, laid_t, self.form_t.b, (k, n), self.layouts[1])
+        if self.forms.w is not None and data is not None and scale is not None:
+            q = assemble(data, scale, laid, self.forms.w.b, (n, k), self.layouts[0])
+        if self.forms.w_t is not None and data_t is not None and scale_t is not None:
+            q_t = assemble(data_t, scale_t, laid_t, self.forms.w_t.b, (k, n), self.layouts[1])
         return q, q_t
 
     def rewrite(self, weight: Tensor, *, kept: bool = True) -> None:
@@ -306,7 +334,7 @@ class WeightCache:
         _UNSEEN.discard(id(weight))
         self.renew()
         with torch.inference_mode(False):
-            _write(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, kept=kept)
+            _write(weight, self._buffers(), self.stamp, self.forms, kept=kept)
 
     def invalidate(self) -> None:
         """Mark the cache as stale; the next forward fills the same buffers."""

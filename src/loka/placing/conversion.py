@@ -18,18 +18,15 @@ Scales remembered between steps are not part of the state_dict: save them with `
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from loka import mods
-from loka.dispatch import RECIPES, recipe_named
-from loka.kernels.registry import BACKENDS
 from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import chains_of
@@ -37,20 +34,19 @@ from loka.lowp.chain_handing import AnotherPathError
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
-from loka.lowp.linear import Linear, linears_of, refresh, refuse
+from loka.lowp.linear import Linear, linears_of, refresh
 from loka.lowp.shared_inputs import could_share, noting_inputs, share_inputs, unshare_inputs
-from loka.measure.device import device_of, environment_of, name_device
-from loka.nn.grouped import GroupedLinear
+from loka.measure.device import environment_of
 from loka.nn.wrapping import named_sites, unwrap
+from loka.placing.checking import check_level, check_request, check_unconverted, compare_places
 from loka.placing.flops import low_precision_share
-from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
-from loka.records import Conversion, KernelBucket, Plan, UnitPlan
+from loka.placing.linears import Bound, ModuleFilter, bind_by_plan, bind_by_recipe
+from loka.records import Conversion, Plan
 from loka.records.prose import name_some
-from loka.units import place, place_tables, placed_tables, refuse_tables, release_tables
+from loka.units import place, place_tables, refuse_tables, release_tables
 from loka.units.example import NotCalledError, call_model, capture_example
 from loka.units.undisturbed import undisturbed
 
-ModuleFilter = Callable[[nn.Module, str], bool]
 _THAWED = "_loka_thawed"  # attribute of a frozen model: training modes and requires_grad flags from before the freeze
 _MODS = "_loka_converted_with"  # attribute of a converted model: the mods its plan applied, and the effect of each
 # A package above this one, so it is imported by name, and only for a plan with collectives.
@@ -96,41 +92,25 @@ def convert(
         >>> print(loka.convert(model, loka.Plan.load("plan.json")))
         12 of 13 linears converted (9 in 3 chains), 1 kept; 96.1% of the model's GEMM FLOPs in low precision
     """
-    _check_request(model, plan, recipe, options)
-    inner = unwrap(model)
-    already = [*(name for name, _ in (*linears_of(inner), *chains_of(inner))), *placed_tables(inner)]
-    if already:
-        raise ValueError(f"already converted: {name_some(already)}; call loka.revert(model) first")
-    chosen = options or LinearOptions()
-    if plan is not None:
-        _check_plan_options(module_filter_fn, chosen)
+    check_request(model, plan, recipe, options, module_filter_fn)
+    inner, chosen = unwrap(model), options or LinearOptions()
+    check_unconverted(inner)
     with ExitStack() as undo:
-        applied = [] if plan is None or not plan.mods else _apply_mods(inner, plan.mods, example, undo)
+        applied, tables = list[tuple[str, str]](), list[str]()
         if plan is not None:
-            _check_level(inner, plan)
-            bound, of = bind_by_plan(inner, plan, backend, chosen), plan.flops_of
-            units = fit_units(plan.units, backend)
-            bound.notes += _compare_places(plan, inner)
+            applied = _apply_mods(inner, plan.mods, example, undo) if plan.mods else []
+            check_level(inner, plan)
+            bound = bind_by_plan(inner, plan, backend, chosen)
+            bound.notes += compare_places(plan, inner)
+            tables = _place_tables(inner, plan, undo)
+            bound.notes += _place_collectives(model, plan, undo)
         else:
             assert recipe is not None
-            bound, of = _bind_by_recipe(inner, recipe, module_filter_fn, backend or "auto", chosen), None
-            units = []
-        share = bound.share
-        tables = [] if plan is None else _place_tables(inner, plan, undo)
-        if plan is not None and plan.collectives:
-            room: Any = import_module(_COLLECTIVES)
-            undo.callback(room.release, model)
-            bound.notes += room.place(model, plan.collectives)
+            bound = bind_by_recipe(inner, recipe, module_filter_fn, backend or "auto", chosen)
         if example is not None:
-            members = {name for unit in units for name in unit.linears}
-            (share, idle), of = low_precision_share(inner, example, bound.bindings, members), "model"
-            if idle:
-                bound.notes.append(
-                    "not called on the example, so not counted; where a forward reads such a weight itself, as in "
-                    f"F.linear, nothing runs in low precision: {', '.join(idle)}"
-                )
-        _place(inner, bound, units, undo)
-        if example is not None and units:
+            _count_share(inner, example, bound)
+        _place(inner, bound, undo)
+        if example is not None and bound.units:
             _rehearse(inner, example)
         if freeze:
             undo.callback(_thaw, inner)
@@ -143,43 +123,45 @@ def convert(
         undo.pop_all()
     if applied:
         inner.__dict__[_MODS] = applied
-    converted = {name: str(binding) for name, binding in bound.bindings.items()}
-    converted |= {name: f"in chain {unit.name}: {unit.scales} scales" for unit in units for name in unit.linears}
     if tables:
-        bound.notes.append(f"{', '.join(tables)}: trained by loka.nn.table_optimizer.TableOptimizer; create optimizers after this call")  # fmt: skip
+        bound.notes.append(
+            f"{', '.join(tables)}: trained by loka.nn.table_optimizer.TableOptimizer; create optimizers after this call"
+        )
+    chained = {name: unit for unit in bound.units for name in unit.linears}
     return Conversion(
         model=type(inner).__name__,
-        converted=converted,
+        converted={name: str(binding) for name, binding in bound.bindings.items()}
+        | {name: f"in chain {unit.name}: {unit.scales} scales" for name, unit in chained.items()},
         kept=bound.kept,
-        units=units,
+        units=bound.units,
         mods=[mod for mod, _ in applied],
         frozen=freeze,
-        low_precision_share=share,
-        flops_of=of,
-        notes=list(bound.notes),
+        low_precision_share=bound.share,
+        flops_of=bound.flops_of,
+        notes=bound.notes,
         plan=None if plan is None or plan.seal is None else plan.seal.sha256,
         environment=environment_of(inner),
     )
 
 
-def _check_level(model: nn.Module, plan: Plan) -> None:
-    """Raise if the plan was made for a submodule of this model, or for a model that contains this one."""
-    names = [name for unit in plan.units for name in unit.linears]
-    names += [site.site for site in plan.sites if site.quantized]
-    modules = dict(named_sites(model))
-    if not names or any(name in modules for name in names):
-        return
-    for prefix in modules:
-        if all(f"{prefix}.{name}" in modules for name in names):
-            raise ValueError(
-                f"the plan is for a part of this model: it names {names[0]}, which is {prefix}.{names[0]} here; hint: "
-                f"loka.convert(model.get_submodule({prefix!r}), plan)"
-            )
-    prefix, _, rest = names[0].partition(".")
-    if all(name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in modules for name in names):
-        raise ValueError(
-            f"the plan is for a model that holds this one as {prefix}: it names {names[0]}, which is {rest} here; "
-            "hint: call loka.convert on that model"
+def _place_collectives(model: nn.Module, plan: Plan, undo: ExitStack) -> list[str]:
+    """Place the plan's codecs, if it has any, and return notes about them."""
+    if not plan.collectives:
+        return []
+    room: Any = import_module(_COLLECTIVES)
+    undo.callback(room.release, model)
+    return list(room.place(model, plan.collectives))
+
+
+def _count_share(model: nn.Module, example: Any, bound: Bound) -> None:
+    """Count the low-precision share of the model's GEMM FLOPs on an example, and note what the example does not call."""
+    chained = {name for unit in bound.units for name in unit.linears}
+    bound.share, idle = low_precision_share(model, example, bound.bindings, chained)
+    bound.flops_of = "model"
+    if idle:
+        bound.notes.append(
+            "not called on the example, so not counted; where a forward reads such a weight itself, as in "
+            f"F.linear, nothing runs in low precision: {', '.join(idle)}"
         )
 
 
@@ -189,13 +171,6 @@ def _place_tables(model: nn.Module, plan: Plan, undo: ExitStack) -> list[str]:
         raise ValueError("the plan's tables do not fit this model:\n  " + "\n  ".join(problems))
     undo.callback(release_tables, model)
     return place_tables(model, plan.tables) if plan.tables else []
-
-
-def _check_plan_options(keep: ModuleFilter | None, options: LinearOptions) -> None:
-    if keep is not None:
-        raise ValueError("module_filter_fn cannot be combined with a plan: the plan says which modules are converted")
-    if options.scales != "dynamic" or options.gradients is not None:
-        raise ValueError("options.scales and options.gradients cannot be combined with a plan, which sets both")
 
 
 def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: ExitStack) -> list[tuple[str, str]]:
@@ -217,41 +192,11 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
     return [(text, "architecture" if "architecture" in found else "rounding") for text, found in effects.items()]
 
 
-def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
-    """Return the units as they will run: on `backend` if one is given, otherwise on the plan's backends."""
-    if backend is None:
-        return list(units)
-    ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
-    if units and not ops and backend != "auto":
-        known = sorted({name for op in ("fused_linear", "scaled_mm", "quantize") for name in BACKENDS[op]})
-        raise ValueError(f"the kernels of a chain have no backend {backend!r}; backends are auto, {', '.join(known)}")
-    kernels = [KernelBucket(rows=2**31, kernels=dict.fromkeys(ops, backend))] if ops else []  # none: auto
-    return [msgspec.structs.replace(unit, kernels=kernels) for unit in units]
-
-
-def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
-    """Return notes on differences to the machine the plan was made for: speeds measured there may not hold here."""
-    here, there = name_device(device_of(model)), plan.environment
-    notes = []
-    if plan.target is not None and plan.units and here != plan.target:
-        notes.append(f"the plan's speeds are for {plan.target}; this is {here}: measure again")
-    if torch.__version__.split("+")[0] != there.torch.split("+")[0] and plan.units:
-        notes.append(f"the plan was made with torch {there.torch}; this is {torch.__version__}: its speeds may differ")
-    fast = [site.site for site in plan.sites if any(c.gemm == "wgrad" and c.fast_accum for c in site.choices)]
-    if fast:  # recipes no longer ask for fast accumulation in wgrad, but an older plan runs as it is written
-        notes.append(
-            f"the plan accumulates the weight gradients of {name_some(fast, 4)} in the tensor cores, with about "
-            "14 bits: over a large batch this may cost quality that a probe of a few rows does not show; "
-            "hint: make the plan again"
-        )
-    return notes
-
-
-def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: ExitStack) -> None:
+def _place(model: nn.Module, bound: Bound, undo: ExitStack) -> None:
     """Place the units and the bound linears in the model."""
     _settle(model, bound)
     undo.callback(_release, model)
-    for unit in units:
+    for unit in bound.units:
         chain = place(model, unit)
         if not (chain.primed and (chain.gradients_primed or unit.scales == "calibrated")):
             bound.notes.append(
@@ -269,7 +214,8 @@ def _rehearse(model: nn.Module, example: Any) -> None:
     with undisturbed(model), torch.no_grad(), noting_inputs(model):
         model.eval()
         try:
-            example() if callable(example) else call_model(model, tuple(example) if isinstance(example, list) else example)  # fmt: skip
+            given = tuple(example) if isinstance(example, list) else example
+            example() if callable(example) else call_model(model, given)
         except AnotherPathError as error:
             raise ValueError(f"the plan's units do not fit this model:\n  {error}") from error
 
@@ -295,7 +241,9 @@ def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
     inner = unwrap(model)
     chains = [chain for _, chain in chains_of(inner)]
     if unknown := [chain.name for chain in chains if not chain.primed]:
-        raise ValueError(f"no scales are known for {', '.join(unknown)}; hint: with loka.placing.calibrating(model): model(batch)")  # fmt: skip
+        raise ValueError(
+            f"no scales are known for {', '.join(unknown)}; hint: with loka.placing.calibrating(model): model(batch)"
+        )
     if _THAWED not in inner.__dict__:
         modes = {name: module.training for name, module in inner.named_modules()}
         inner.__dict__[_THAWED] = (modes, {name: p.requires_grad for name, p in inner.named_parameters()})
@@ -316,22 +264,6 @@ def _thaw(model: nn.Module) -> None:
             p.requires_grad_(needs[name])
 
 
-def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: expected an nn.Module, got {type(model).__name__}")
-    if (plan is None) == (recipe is None):
-        raise ValueError("convert takes a plan or a recipe, exactly one of them")
-    if plan is not None and not isinstance(plan, Plan):
-        hint = (
-            f"recipe={plan!r}"
-            if isinstance(plan, str) and plan in RECIPES
-            else "loka.Plan.load(path), loka.tune(...).plan or report.plan()"
-        )
-        raise ValueError(f"plan: expected a loka.records.Plan, got {type(plan).__name__} {str(plan)[:60]!r}; hint: {hint}")  # fmt: skip
-    if options is not None and not isinstance(options, LinearOptions):
-        raise ValueError(f"options: expected LinearOptions, got {type(options).__name__}; hint: loka.LinearOptions(scales='delayed')")  # fmt: skip
-
-
 def _settle(model: nn.Module, bound: Bound) -> None:
     """Resolve `auto` to a backend for the model's device and note which ones refused. Warn of emulation on a GPU."""
     picked: dict[Pick, list[str]] = {}
@@ -343,7 +275,8 @@ def _settle(model: nn.Module, bound: Bound) -> None:
         bound.bindings[name], picks = settle(binding, weight, bound.rows.get(name, ROWS))
         for pick in dict.fromkeys(picks):
             picked.setdefault(pick, []).append(name)
-        if any(gemm is not None and is_emulation(gemm.backend, weight.device) for gemm in (binding.fprop, binding.dgrad, binding.wgrad)):  # fmt: skip
+        gemms = (binding.fprop, binding.dgrad, binding.wgrad)
+        if any(gemm is not None and is_emulation(gemm.backend, weight.device) for gemm in gemms):
             asked.append(name)
     for pick, names in picked.items():
         refused = f"; refused: {spell_refusals(dict(pick.refusals))}" if pick.refusals else ""
@@ -351,27 +284,8 @@ def _settle(model: nn.Module, bound: Bound) -> None:
         if pick.emulated:
             warnings.warn(f"{', '.join(names)}: emulated on {pick.device}, no kernel can{refused}", stacklevel=3)
     if asked:
-        warnings.warn(f"{', '.join(asked)}: emulated on the GPU, as backend='reference' asks: correct, but slow", stacklevel=3)  # fmt: skip
-
-
-def _bind_by_recipe(
-    model: nn.Module, name: str, keep: ModuleFilter | None, backend: str, options: LinearOptions
-) -> Bound:
-    recipe = recipe_named(name)
-    named = (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    fprop, dgrad, wgrad = (None if way is None else way.on(backend) for way in named)
-    binding = options.apply(LinearBinding(fprop, dgrad, wgrad))
-    bound, taken = Bound(), spoken_for(model)
-    for site, module in candidates(model):
-        if keep is not None and not keep(module, site):
-            bound.kept[site] = "excluded by module_filter_fn"
-        elif isinstance(module, GroupedLinear):
-            bound.kept[site] = "grouped GEMMs have no backward in low precision"
-        elif reason := taken.get(site) or refuse(module):
-            bound.kept[site] = reason
-        else:
-            bound.bindings[site] = binding
-    return bound
+        said = f"{', '.join(asked)}: emulated on the GPU, as backend='reference' asks: correct, but slow"
+        warnings.warn(said, stacklevel=3)
 
 
 def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:

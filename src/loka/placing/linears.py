@@ -1,4 +1,4 @@
-"""Resolve the sites of a plan to the linears of a model.
+"""Resolve a plan, or a recipe, to the linears of a model.
 
 Sites are matched by module, not by name. A module registered under two names is one module, and a plan may use either
 name; a plan that uses both with different settings is rejected. The FLOPs share counts every bound module once.
@@ -9,24 +9,26 @@ emulation. If the caller gives a backend, the plan's precisions run on it instea
 kernels, `reference` asks for emulation.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 from torch import nn
 
-from loka.dispatch import check, way_of
+from loka.dispatch import check, recipe_named, way_of
+from loka.kernels.registry import BACKENDS
 from loka.lowp.auto import is_emulation
 from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import refuse
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import named_sites
-from loka.records import Plan, SitePlan
+from loka.records import FlopsOf, KernelBucket, Plan, SitePlan, UnitPlan
 from loka.units import refuse_unit
 from loka.units.discovery import PROTECTED
 
+ModuleFilter = Callable[[nn.Module, str], bool]
 _EMULATION_HINT = (
     "hint: probe and plan on this machine; or plan for it from measured rows (`loka plan --target`); or "
     "convert(..., backend='auto') to run the plan's precisions on this device's kernels, backend='reference' for "
@@ -36,12 +38,24 @@ _EMULATION_HINT = (
 
 @dataclass
 class Bound:
-    """The linears to convert and those to keep, by the first name of each in the model."""
+    """What a conversion does to the linears of a model. Names are the first of each module in the model.
+
+    Args:
+        bindings: linears to convert one by one, and how.
+        units: chains to place.
+        kept: linears that stay, and why.
+        rows: rows per call of linears, if known.
+        share: low-precision share of the GEMM FLOPs, if known.
+        flops_of: what it is a share of: of the "model", or of the "sites" that were probed.
+        notes: for the record.
+    """
 
     bindings: dict[str, LinearBinding] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)  # site -> why
-    rows: dict[str, int] = field(default_factory=dict)  # site -> rows per call, if known
-    share: float | None = None  # low-precision share of the FLOPs, if known
+    units: list[UnitPlan] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    share: float | None = None
+    flops_of: FlopsOf | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -65,13 +79,13 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
     chained = {name: unit.name for unit in plan.units for name in unit.linears}
     early = _decided_twice(model, plan, chained)
     early += [problem for unit in plan.units for problem in refuse_unit(model, unit)]
+    bound = Bound(units=fit_units(plan.units, backend), flops_of=plan.flops_of)
     share = sum(site.flops_share for site in plan.sites if site.site in chained)
     plan = msgspec.structs.replace(plan, sites=[site for site in plan.sites if site.site not in chained], units=[])
     problems = check(plan if backend is None else _checkable(plan, backend), model, modules=dict(named_sites(model)))
     problems += early
     planned = _sites_by_module(model, plan, backend, problems)
-    bound, taken = Bound(), spoken_for(model)
-    emulated = False
+    taken, emulated = spoken_for(model), False
     for name, module in candidates(model):
         site = planned.get(name)
         if name in chained:
@@ -86,7 +100,9 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
             device = next(module.parameters()).device
             if backend is None and (slow := _emulated_gemms(site, device)):
                 emulated = True
-                problems.append(f"{site.site} {', '.join(slow)}: the plan names reference, which is emulation on {device}")  # fmt: skip
+                problems.append(
+                    f"{site.site} {', '.join(slow)}: the plan names reference, which is emulation on {device}"
+                )
             try:
                 bound.bindings[name] = options.apply(_bind(site, backend))
                 bound.rows[name] = site.m
@@ -101,6 +117,39 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
     if backend is not None:
         bound.notes.append(_describe_override(plan, backend))
     return bound
+
+
+def bind_by_recipe(
+    model: nn.Module, name: str, keep: ModuleFilter | None, backend: str, options: LinearOptions
+) -> Bound:
+    """Return every linear that a recipe can convert and `keep`, if given, does not exclude."""
+    recipe = recipe_named(name)
+    named = (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    fprop, dgrad, wgrad = (None if way is None else way.on(backend) for way in named)
+    binding = options.apply(LinearBinding(fprop, dgrad, wgrad))
+    bound, taken = Bound(), spoken_for(model)
+    for site, module in candidates(model):
+        if keep is not None and not keep(module, site):
+            bound.kept[site] = "excluded by module_filter_fn"
+        elif isinstance(module, GroupedLinear):
+            bound.kept[site] = "grouped GEMMs have no backward in low precision"
+        elif reason := taken.get(site) or refuse(module):
+            bound.kept[site] = reason
+        else:
+            bound.bindings[site] = binding
+    return bound
+
+
+def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
+    """Return the units as they will run: on `backend` if one is given, otherwise on the plan's backends."""
+    if backend is None:
+        return list(units)
+    ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
+    if units and not ops and backend != "auto":
+        known = sorted({name for op in ("fused_linear", "scaled_mm", "quantize") for name in BACKENDS[op]})
+        raise ValueError(f"the kernels of a chain have no backend {backend!r}; backends are auto, {', '.join(known)}")
+    kernels = [KernelBucket(rows=2**31, kernels=dict.fromkeys(ops, backend))] if ops else []  # none: auto
+    return [msgspec.structs.replace(unit, kernels=kernels) for unit in units]
 
 
 def _decided_twice(model: nn.Module, plan: Plan, chained: Mapping[str, str]) -> list[str]:
@@ -127,7 +176,9 @@ def _sites_by_module(model: nn.Module, plan: Plan, backend: str | None, problems
             continue
         before = found.setdefault(first[id(modules[site.site])], site)
         if before.site != site.site and _what_runs(before, backend) != _what_runs(site, backend):
-            problems.append(f"{before.site} and {site.site}: one module under two names, and the plan has different settings for them")  # fmt: skip
+            problems.append(
+                f"{before.site} and {site.site}: one module under two names, and the plan has different settings for them"
+            )
     return found
 
 

@@ -16,7 +16,7 @@ from loka.formats import QTensor
 from loka.lowp.chain import Chain, chains_of
 from loka.lowp.chain_function import TENSOR_SPEC
 from loka.lowp.folding import PACKED
-from loka.placing.conversion import fit_units
+from loka.placing.linears import fit_units
 from loka.records import UnitPlan
 from loka.units import place
 from loka.units.placement import describe_chain

@@ -18,41 +18,35 @@ caution (heads, the context processor) are measured too, and quantized if that i
     score(model) -> losses, groups      losses per example (lower is better) in a fixed order; independent groups or None
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from loka import mods
-from loka.dispatch import Mixture, mixture_named, recipe_named
-from loka.dispatch.budget import Item, search
+from loka.dispatch import Mixture, mixture_named
 from loka.dispatch.recipe import choice_of
 from loka.formats import QTensor, relative_l2
 from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.auto import ROWS
 from loka.lowp.binding import LinearBinding
-from loka.lowp.linear import linears_of, refuse
+from loka.lowp.linear import linears_of
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear
 from loka.nn.wrapping import named_sites, plain_name, unwrap
 from loka.placing import calibrating, convert, freeze_model, revert
-from loka.placing.linears import candidates, spoken_for
+from loka.placing.linears import ModuleFilter, candidates
 from loka.placing.scales import is_calibrated
-from loka.probe.swapping import Switchable, swap
 from loka.ptq.chains import describe_chains, is_wide, tensors_of
+from loka.ptq.deciding import Decided, Progress, Score, Trial, decide, measure
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
 from loka.records.prose import name_some
 from loka.units import Unknown
 from loka.units import record as record_flow
 from loka.units.example import call_model
-
-ModuleFilter = Callable[[nn.Module, str], bool]
-Progress = Callable[[str, int, int], None]
-Score = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -89,15 +83,6 @@ class Summary:
             lines.append(f"{r.metric}: {r.change:+.3%}{bound}")
         lines += [f"  kept {name}: {why}" for name, why in self.kept.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in r.notes)])
-
-
-@dataclass
-class _Decided:
-    """The decision for every site."""
-
-    operands: dict[str, GemmWay]  # how the quantized sites run
-    reasons: dict[str, str]  # of every site
-    cautious: dict[str, GemmWay]  # how sites that the mixture keeps out of caution would run
 
 
 @torch.no_grad()
@@ -147,30 +132,19 @@ def quantize(
         >>> print(loka.quantize(model, "rowwise", keep=("head.*",)))
         11 of 12 sites quantized by the recipe rowwise; 8.4 MB in 16-bit -> 4.4 MB (0.52x)
     """
-    inner = unwrap(model)
+    inner, held = unwrap(model), list(batches)
     _check(inner, recipe, score, bound, widen, keep, module_filter_fn)
-    if isinstance(recipe, Plan) and scales != "dynamic":
-        raise ValueError("a plan already says where scales come from; hint: leave scales= out")
-    held = list(batches)
-    if scales == "static" and not held:
-        raise ValueError(
-            'scales="static" are fixed by batches, and none were given; hint: batches=[...], inputs of the model'
-        )
+    _check_scales(recipe, scales, held)
     found, before = dict(candidates(inner)), size_in_bytes(inner, 2)
     read = _find_read(inner, held)
-    changes: dict[str, Interval] = {}
-    total, notes = None, list[str]()
     plan: Plan | None
     if isinstance(recipe, Plan):
-        name, plan, experts, reasons = recipe.recipe, recipe, dict[str, GemmWay](), dict(read)
+        decided, plan = Decided(recipe.recipe, reasons=dict(read)), recipe
     else:
-        mixture = _find_mixture(inner, recipe)
-        decided = _decide(inner, found, mixture, keep, module_filter_fn, read)
+        decided = decide(inner, found, _find_mixture(inner, recipe), keep, module_filter_fn, read)
         if score is not None:
-            changes, total, notes = _measure(inner, found, decided, score, bound, widen, backend or "auto", progress)
-        name, reasons = mixture.name, decided.reasons
-        plan = _plan_of(inner, found, decided.operands, name, scales)
-        experts = {n: o for n, o in decided.operands.items() if isinstance(found[n], GroupedLinear)}
+            measure(inner, found, decided, Trial(score, bound, widen, backend or "auto", progress))
+        plan = _plan_of(inner, found, decided, scales)
     done = _place(inner, plan, held, backend)
     if isinstance(recipe, Plan):
         found = dict(candidates(inner))  # the plan's mods may have changed the sites
@@ -179,14 +153,15 @@ def quantize(
         for n, linear in linears_of(inner)
         if (site := linear.state.name or n) not in read and (gemm := linear.binding.fprop) is not None
     }
+    experts = {name: way for name, way in decided.operands.items() if isinstance(found[name], GroupedLinear)}
     _pack(inner, found, experts, backend or "auto", read)
-    _explain(reasons, found, done)
+    _explain(decided.reasons, found, done)
     now = dict(named_sites(inner))
     record = Quantized(
         model=type(inner).__name__,
-        recipe=name,
+        recipe=decided.recipe,
         sites=[
-            _describe(n, m, now[n], running.get(n), reasons.get(n, "not in the plan"), changes.get(n))
+            _describe(n, m, now[n], running.get(n), decided.reasons.get(n, "not in the plan"), decided.alone.get(n))
             for n, m in found.items()
         ],
         bytes_before=before,
@@ -194,8 +169,8 @@ def quantize(
         environment=capture_environment(),
         metric=None if score is None else metric,
         bound=bound,
-        change=total,
-        notes=[*notes, *([] if done is None else done.notes)],
+        change=decided.together,
+        notes=[*decided.notes, *([] if done is None else done.notes)],
         plan=done.plan if isinstance(recipe, Plan) and done is not None else None,
         mods=list(mods.applied_to(inner)),
         units=describe_chains(inner),
@@ -229,6 +204,10 @@ def _check(
         raise ValueError(f"bound={bound}: expected the largest accepted relative change, above 0, e.g. 0.002")
 
 
+def _spell_bytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.0f} kB"
+
+
 def _find_mixture(model: nn.Module, recipe: str | Mixture | Plan) -> Mixture:
     if recipe == "auto":
         recipe = "onerec" if isinstance(model, OneRec) else "rowwise"
@@ -237,118 +216,20 @@ def _find_mixture(model: nn.Module, recipe: str | Mixture | Plan) -> Mixture:
     return mixture_named(recipe) if isinstance(recipe, str) else recipe
 
 
-def _decide(
-    model: nn.Module,
-    found: dict[str, Site],
-    mixture: Mixture,
-    keep: Sequence[str],
-    allowed: ModuleFilter | None,
-    read: Mapping[str, str],
-) -> _Decided:
-    for pattern in keep:
-        if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"keep={pattern!r} matches no site; sites are {name_some(list(found), 8)}")
-    made, taken = _Decided({}, {}, {}), {**spoken_for(model), **read}
-    for name, module in found.items():
-        experts = isinstance(module, GroupedLinear)
-        rule = mixture.decide(name, experts=experts)
-        asked = next((pattern for pattern in keep if fnmatchcase(name, pattern)), None)
-        if asked is not None:
-            made.reasons[name] = f"asked for by keep={asked!r}"
-        elif allowed is not None and not allowed(module, name):
-            made.reasons[name] = "excluded by module_filter_fn"
-        elif why := taken.get(name) or (None if experts else refuse(module)):
-            made.reasons[name] = why
-        elif (operands := None if rule.recipe is None else recipe_named(rule.recipe).fprop) is not None:
-            made.operands[name], made.reasons[name] = operands, rule.reason
-        else:
-            made.reasons[name] = rule.reason
-            cautious = recipe_named("blockwise" if experts else "rowwise").fprop
-            assert cautious is not None
-            made.cautious[name] = cautious
-    return made
-
-
-def _measure(
-    model: nn.Module,
-    found: dict[str, Site],
-    decided: _Decided,
-    score: Score,
-    bound: float | None,
-    widen: bool,
-    backend: str,
-    progress: Progress | None,
-) -> tuple[dict[str, Interval], Interval | None, list[str]]:
-    """Measure every candidate alone, then together those within the bound, and reduce `decided` to these.
-
-    Returns:
-        The change of each site alone, the change of all chosen sites together, and notes.
-    """
-    tried = decided.operands | (decided.cautious if widen else {})
-    if not tried:
-        return {}, None, []
-    made = {name: quantize_module(found[name], operands, backend=backend) for name, operands in tried.items()}
-    _, groups = score(model)
-
-    def measure(units: Sequence[Switchable]) -> Any:
-        return swap(
-            model, units, [None], lambda m, _: score(m)[0], together=False,
-            groups=None if groups is None else lambda _: groups, progress=progress,
-        )  # fmt: skip
-
-    seen = measure([_switch(model, name, [name], made, found) for name in made])
-    alone: dict[str, Interval] = dict(seen.alone)
-    usable = [n for n in made if n in alone and (n not in decided.cautious or alone[n].high <= (bound or 0.0))]
-
-    def measure_together(names: frozenset[str]) -> Interval:
-        unit = _switch(model, f"{len(names)} sites together", sorted(names), made, found)
-        together = measure([unit])
-        if together.failed:
-            raise ValueError(f"the sites cannot run together: {together.failed[unit.name]}")
-        change: Interval = together.alone[unit.name]
-        return change
-
-    if bound is None:
-        picked, change, notes = frozenset(usable), measure_together(frozenset(usable)) if usable else None, list[str]()
-    else:
-        items = [Item(n, max(0.0, alone[n].high), float(found[n].weight.numel())) for n in usable]
-        spent = search(items, bound, measure_together, suspicion={n: alone[n].high for n in usable})
-        picked, change, notes = spent.chosen, spent.change, spent.notes
-    for name in made:
-        decided.reasons[name] = (
-            _say_change(alone[name], bound, name in picked) if name in alone else f"it fails: {seen.failed[name]}"
+def _check_scales(recipe: Any, scales: str, held: Sequence[Any]) -> None:
+    if isinstance(recipe, Plan) and scales != "dynamic":
+        raise ValueError("a plan already says where scales come from; hint: leave scales= out")
+    if scales == "static" and not held:
+        raise ValueError(
+            'scales="static" are fixed by batches, and none were given; hint: batches=[...], inputs of the model'
         )
-    decided.operands = {name: tried[name] for name in tried if name in picked}
-    return alone, change, notes
 
 
-def _switch(
-    model: nn.Module, label: str, names: Sequence[str], made: dict[str, nn.Module], found: Mapping[str, nn.Module]
-) -> Switchable:
-    return Switchable(
-        label, lambda: put(model, {n: made[n] for n in names}), lambda: put(model, {n: found[n] for n in names})
-    )
-
-
-def _spell_bytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.0f} kB"
-
-
-def _say_change(change: Interval, bound: float | None, picked: bool) -> str:
-    if picked:
-        return f"measured: {change:+.3%} alone"
-    return f"{change:+.3%} alone" + (
-        "" if bound is None else f", and the whole model must stay within {100 * bound:.3g}%"
-    )
-
-
-def _plan_of(
-    model: nn.Module, found: dict[str, Site], operands: dict[str, GemmWay], recipe: str, scales: str
-) -> Plan | None:
+def _plan_of(model: nn.Module, found: Mapping[str, Site], decided: Decided, scales: str) -> Plan | None:
     """Return a plan for `convert` with the linears among the choices; None if there are none."""
     linears = {}
-    for name, o in operands.items():
-        gemm = LinearBinding(o).with_scales(scales).fprop
+    for name, way in decided.operands.items():
+        gemm = LinearBinding(way).with_scales(scales).fprop
         if gemm is not None and isinstance(found[name], nn.Linear):
             linears[name] = gemm
     # not through `weight` for a linear: reading a parametrized weight may change it
@@ -357,7 +238,7 @@ def _plan_of(
     )
     return None if not linears else Plan(
         model=type(model).__name__,
-        recipe=recipe,
+        recipe=decided.recipe,
         target=None,
         max_error=1.0,
         max_gradient_error=1.0,
@@ -367,9 +248,9 @@ def _plan_of(
             SitePlan(
                 site=name, m=ROWS, k=found[name].weight.shape[1], n=found[name].weight.shape[0],
                 flops_share=found[name].weight.numel() / total,
-                choices=[choice_of("fprop", o, recipe)],
+                choices=[choice_of("fprop", way, decided.recipe)],
             )
-            for name, o in linears.items()
+            for name, way in linears.items()
         ],
         environment=capture_environment(),
     )  # fmt: skip
@@ -409,7 +290,9 @@ def _find_read(model: nn.Module, held: Sequence[Any]) -> dict[str, str]:
     }
 
 
-def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay], backend: str, read: Mapping[str, str]) -> None:  # fmt: skip
+def _pack(
+    model: nn.Module, found: Mapping[str, Site], experts: Mapping[str, GemmWay], backend: str, read: Mapping[str, str]
+) -> None:
     """Replace frozen linears and experts by modules with only FP8 weights, but for those whose weight is read elsewhere.
 
     Linears with static scales are kept.

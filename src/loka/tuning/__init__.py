@@ -12,8 +12,10 @@ task.py         the user's model, batches and loss or step, and how to run them
 layout.py       apply rewrites that keep the function, unless they bring a wrong kernel or move the metric
 batches.py      keep the first batches of an iterable, and notice those that are no new data
 looking.py      find the units, record the magnitudes for their scales, score what each way would do to the loss
-timing.py       time a unit or the whole step as it will run: compiled, in a CUDA graph
+timing.py       capture a step as it will run, compiled in a CUDA graph, and time it
+fragment.py     cut a unit out of its model, to time it by itself
 estimating.py   estimate the speed of a unit on a GPU that is not present, with an error bar
+row_fits.py     the same for a linear that runs alone, from rows of the performance database
 rehearsal.py    run one step with the selection; on request, train two copies and compare them
 kernels.py      judge every kernel call of a step with the conformance gate, and drop units that run a wrong one
 choosing.py     time or estimate every unit, and drop those that are not faster

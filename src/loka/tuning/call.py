@@ -104,10 +104,10 @@ class Selection:
         looked: observations of every linear.
         chosen: every offer ever made, and why linears stay in high precision.
         base: losses of the held-out batches in high precision, by the model as it is now, with its mods.
+        given: those losses without the mods that tune applied itself: what `change` is relative to.
         mods: mods that the model has.
         used: the margin that changes are judged by.
-        offers: the offers that are still in.
-        given: those losses without the mods that tune applied itself: what `change` is relative to.
+        offers: the offers that are still in; at first, all of them.
         speeds: measured speed-up by offer.
         estimates: estimated speed-up by offer, on a device that is not present.
         alone: change of the metric with one offer swapped in.
@@ -121,10 +121,10 @@ class Selection:
     looked: Looked
     chosen: Chosen
     base: Losses
+    given: Losses
     mods: list[str]
     used: float
-    offers: list[Offer]
-    given: Losses
+    offers: list[Offer] = field(init=False)
     speeds: dict[str, Interval] = field(default_factory=dict)
     estimates: dict[str, Interval] = field(default_factory=dict)
     alone: dict[str, Interval] = field(default_factory=dict)
@@ -134,6 +134,9 @@ class Selection:
     may_drop_mods: bool = False
     tables: list[TablePlan] = field(default_factory=list)
     collectives: list[CollectivePlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.offers = list(self.chosen.offers)
 
     def drop(self, offer: Offer, why: str) -> None:
         """Drop an offer: its linears stay in high precision."""
@@ -154,7 +157,8 @@ class Selection:
             self.drop(offer, why)
             return
         self.chosen.kept[linear] = why
-        self.replace(offer, [part_of(offer, unit, self.looked, training=training) for unit in split_unit(offer.unit, {linear})])  # fmt: skip
+        units = split_unit(offer.unit, {linear})
+        self.replace(offer, [part_of(offer, unit, self.looked, training=training) for unit in units])
 
     def put_back(self, linear: str, mine: list[Offer], parts: list[Offer]) -> None:
         """Add a dropped linear again: `parts`, chains that contain it, replace the offers `mine`, which do not."""
@@ -210,4 +214,7 @@ def _say_untimed(call: Call) -> str:
     """Return the note of a plan without measured speeds: what it is based on."""
     if call.estimator is None:
         return f"made for accuracy only: no speed was measured on {call.device_name}"
-    return f"a first plan to try on {call.estimator.target}: speeds are {call.estimator}; none was measured, so tune again on that device"  # fmt: skip
+    return (
+        f"a first plan to try on {call.estimator.target}: speeds are {call.estimator}; "
+        "none was measured, so tune again on that device"
+    )

@@ -6,7 +6,6 @@ measured afterwards, in `loka.tuning.metric`.
 
 import hashlib
 import traceback
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from loka.records.tuning import Estimate
 from loka.tuning import timing
 from loka.tuning.call import Call, Selection
 from loka.tuning.estimating import Estimator, Unit
+from loka.tuning.fragment import capture_fragment, make_fragment
 from loka.units import place
 
 ALONE = "rowwise"  # recipe for the linears of a chain if each runs by itself, as other FP8 libraries do
@@ -85,12 +85,13 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
         )
         return None
     task = call.task
-    plain, _ = timing.make_fragment(task.model, offer.unit)
+    plain, _ = make_fragment(task.model, offer.unit)
     first = next(plain.parameters())  # of the unit: the model's first may be a table of another dtype or device
     x = torch.randn(rows, offer.unit.links[0].k, device=first.device, dtype=task.autocast or first.dtype)
-    options: dict[str, Any] = {"training": call.training, "autocast": task.autocast, "mode": None}
-    runs = {"bf16": timing.fragment_step(plain.train(call.training), x, **options)}
-    runs |= {way: timing.fragment_step(_lower_fragment(call, offer, way, x), x, **options) for way in ways}
+    parts = {"bf16": plain.train(call.training)} | {way: _lower_fragment(call, offer, way, x) for way in ways}
+    runs = {
+        name: capture_fragment(part, x, training=call.training, autocast=task.autocast) for name, part in parts.items()
+    }
     times = timing.time_in_turns(runs)
     return {way: call.evidence.put_interval(key, timing.compare(times, way, "bf16")) for way, key in keys.items()}
 
@@ -115,7 +116,7 @@ def spell_key(model: nn.Module, unit: UnitPlan, way: str, rows: int) -> str:
 
 def _lower_fragment(call: Call, offer: Offer, way: str, x: Tensor) -> nn.Module:
     """Return a copy of the unit, cut out of the model and converted."""
-    low, unit = timing.make_fragment(call.task.model, offer.unit)
+    low, unit = make_fragment(call.task.model, offer.unit)
     low.train(call.training)
     if way != "chain":
         convert(low, recipe=way)

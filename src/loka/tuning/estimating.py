@@ -16,8 +16,7 @@ since ratios alone do not fix a scale. The error is leave-one-out: every measure
 An interval covers nine of ten of these errors, and is twice as wide (in logarithms) for a unit that is smaller or
 larger than any measured one. K and N are rounded up to a multiple of 16 on both sides: an expert would pad bf16 too.
 
-A linear that runs alone under a recipe is estimated from the performance database instead, GEMM by GEMM. Quantization
-is included and nothing is fused with it, so the estimate is rather too slow.
+A linear that runs alone under a recipe is estimated from the performance database instead (`loka.tuning.row_fits`).
 """
 
 import json
@@ -31,22 +30,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from loka.dispatch import RECIPES
-from loka.dispatch.rows import LINEAR, linear_variant, shipped
+from loka.dispatch.rows import linear_variant
 from loka.nn.wrapping import named_sites
 from loka.records import GEMMS, Interval
-from loka.records.performance import PerformanceRow
+from loka.tuning.row_fits import LEAST, Array, fit_rows
 from loka.units import discover
 from loka.units.example import call_model
 from loka.units.undisturbed import undisturbed
 
-Array = NDArray[np.float64]
 PRIOR = np.log([650.0, 1100.0, 3.8, 2.5, 6.0, 2.5, 1.0])  # TFLOP/s, TFLOP/s, TB/s, us, us, us, 1
 HELD = np.array([0.5, 0.2, 0.5, 0.1, 0.1, 0.1, 0.1])  # weight of the prior for each parameter
-LEAST_ROWS = 8  # measurements needed for a fit
 BACKENDS = ("torch", "triton")  # available in every installation on a GPU
 
 
@@ -140,8 +136,8 @@ class Estimator:
         self.target = target
         self.units = [unit for unit, _ in known[target]]
         self.measured = np.array([speed for _, speed in known[target]])
-        if len(self.units) < LEAST_ROWS:
-            raise ValueError(f"{len(self.units)} units were measured on {target!r}, expected at least {LEAST_ROWS}")
+        if len(self.units) < LEAST:
+            raise ValueError(f"{len(self.units)} units were measured on {target!r}, expected at least {LEAST}")
         self.parameters = _fit(self.units, self.measured)
         self.left_out = self._leave_one_out()
 
@@ -211,7 +207,7 @@ class Estimator:
                 fast_accum=operands.fast_accum,
                 weights="dynamic" if training else "cached",
             )
-            fits = [fit for name in BACKENDS if (fit := _fit_rows(self.target, variant, name)) is not None]
+            fits = [fit for name in BACKENDS if (fit := fit_rows(self.target, variant, name)) is not None]
             if not fits:
                 return None
             best = min(fits, key=lambda fit: fit.microseconds(rows, _pad(k), _pad(n))[1])
@@ -313,84 +309,3 @@ def _shipped_units() -> dict[str, list[tuple[Unit, float]]]:
                 unit = Unit(row["rows"], tuple((k, n) for k, n in row["links"]), row["training"])
                 found.setdefault(content["device"], []).append((unit, row["speedup"][0]))
     return found
-
-
-# Linears that run alone, estimated from rows of the performance database
-
-
-@dataclass(frozen=True)
-class _RowFit:
-    """A model of the times of one variant on one backend.
-
-    Coefficients of a constant, work, waves of tiles and bytes (`_features`), by non-negative least squares of the
-    relative error.
-    """
-
-    gemm: str
-    high: Array
-    low: Array
-    spread: float
-
-    def microseconds(self, m: int, k: int, n: int) -> tuple[float, float]:
-        """Return the modelled microseconds in bf16 and in FP8."""
-        x = _features(self.gemm, m, k, n)
-        return float(x @ self.high), float(x @ self.low)
-
-
-def _features(gemm: str, m: int, k: int, n: int) -> Array:
-    rows, inner, columns = {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[gemm]
-    waves = math.ceil(math.ceil(rows / 128) * math.ceil(columns / 128) / 132)
-    return np.array(
-        [
-            1.0,
-            2e-12 * rows * inner * columns,
-            2e-12 * waves * inner * 128 * 128 * 132,
-            1e-6 * (rows + columns) * inner,
-            1e-6 * rows * inner,
-            1e-6 * rows * columns,
-        ]
-    )
-
-
-def _solve_nonnegative(x: Array, t: Array) -> Array:
-    """Fit by least squares of the relative error, removing the most negative term until none is negative."""
-    scaled, active = x / t[:, None], list(range(x.shape[1]))
-    while True:
-        found = np.linalg.lstsq(scaled[:, active], np.ones(len(t)), rcond=None)[0]
-        if (found >= 0).all():
-            break
-        active.pop(int(np.argmin(found)))
-    out = np.zeros(x.shape[1])
-    out[active] = found
-    return out
-
-
-@cache
-def _fit_rows(target: str, variant: str, backend: str) -> _RowFit | None:
-    rows = [row for row in _rows_of(target) if row.variant == variant and row.backend == backend]
-    if len(rows) < LEAST_ROWS:
-        return None
-    gemm = variant.split()[0]
-    x = np.stack([_features(gemm, row.m, row.k, row.n) for row in rows])
-    times = [np.array([getattr(row, side).value for row in rows]) for side in ("baseline", "microseconds")]
-    shapes = np.array([f"{row.k}x{row.n}" for row in rows])
-    errors = []
-    for shape in np.unique(shapes):
-        out = shapes == shape
-        high, low = (x[out] @ _solve_nonnegative(x[~out], t[~out]) for t in times)
-        errors.append(np.log(high / low) - np.log(times[0][out] / times[1][out]))
-    spread = float(np.quantile(np.abs(np.concatenate(errors)), 0.9))
-    return _RowFit(gemm, _solve_nonnegative(x, times[0]), _solve_nonnegative(x, times[1]), spread)
-
-
-@cache
-def _rows_of(target: str) -> list[PerformanceRow]:
-    """Return the rows of aligned linears that have a bf16 time. A misaligned bf16 GEMM would be an unfair baseline."""
-    return [
-        row
-        for _, record in shipped()
-        for group in record.groups
-        if group.origin.device == target
-        for row in group.rows
-        if row.op == LINEAR and row.microseconds and row.baseline and row.k % 16 == 0 and row.n % 16 == 0
-    ]

@@ -31,6 +31,7 @@ from loka.placing import convert
 from loka.probe.chains import find_collective
 from loka.probe.weights import is_sharded
 from loka.records.prose import name_some
+from loka.records.tuning import Tuning
 from loka.report.render import require_charts
 from loka.tuning.call import Call
 from loka.tuning.estimating import Estimator
@@ -115,6 +116,85 @@ def tune(
         >>> print(tuned)
         >>> tuned.plan.save("plan.json")
     """
+    _check_settings(model, target, margin, seconds, metric, progress)
+    if out is not None:
+        require_charts()
+    inner = unwrap(model)
+    _check_model(inner)
+    task = Task(inner, batches, loss, step, _resolve_autocast(inner, autocast))
+    estimator = _make_estimator(estimate_for, row_factor, task.device)
+    if estimator is not None and (thorough or not cuda_graph):
+        raise ValueError(
+            f"thorough={thorough}, cuda_graph={cuda_graph} with estimate_for={estimate_for!r}: estimates are of steps "
+            "in CUDA graphs, compiled in the default mode; hint: leave these out"
+        )
+    _check_training(inner, train, target, optimizer)
+    present = _find_mods(inner, architecture)
+    asked = {
+        "target": target, "metric": _name_metric(metric), "margin": margin, "architecture": architecture,
+        "seconds": seconds, "autocast": task.autocast, "thorough": thorough, "cuda_graph": cuda_graph, "train": train,
+        "optimizer": optimizer is not None, "tables": tables, "collectives": collectives, "estimate_for": estimate_for,
+        "row_factor": row_factor,
+    }  # fmt: skip
+    settings = {
+        "training": target == "train",
+        "margin": margin,
+        "thorough": thorough,
+        "autocast": str(task.autocast),
+    }
+    call = Call(
+        task,
+        metric=metric,
+        margin=margin,
+        training=target == "train",
+        budget=seconds,
+        thorough=thorough,
+        evidence=Evidence(out, inner, settings),
+        progress=Progress(progress),
+        estimator=estimator,
+        row_factor=row_factor,
+        train=train,
+        optimizer=optimizer,
+        choose_tables=tables,
+        choose_collectives=collectives,
+        cuda_graph=cuda_graph,
+        arguments={name: str(value) for name, value in asked.items()},
+    )
+    record = _tune(call, inner, present, architecture)
+    if out is not None and (kept := keep_earlier(Path(out), record)) is not None:
+        note = f"the result of a call with other arguments, model or data was moved from {out} to {kept}"
+        record = msgspec.structs.replace(record, notes=[*record.notes, note])
+    tuned = Tuned(model, record)
+    if out is not None:
+        tuned.save(out)
+    call.progress.finish(tuned.record.verdict)
+    return tuned
+
+
+def _tune(call: Call, model: nn.Module, present: list[str], architecture: bool) -> Tuning:
+    """Run the phases of a call and convert the model by the plan they arrive at. `present` are mods it already has."""
+    task = call.task
+    # steps are captured and timed on the current GPU, so it must be the model's
+    with gradients_aside(model), torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
+        session = Session(call)
+        with put_back(model), ExitStack() as undo:  # timed steps write to the model's buffers
+            session.time_original()
+            names = present
+            if not present:  # otherwise the model was trained with its mods: keep them, and apply no others
+                undo.callback(mods_room.revert, model)
+                names = session.apply_mods(list(mods_room.CORE) if architecture else [])
+            record = session.run(names, may_drop_mods=not present and not architecture)
+        record = msgspec.structs.replace(record, metric_name=_name_metric(call.metric))
+        # convert applies the mods of the plan itself, as it does when the plan is loaded elsewhere
+        if not record.plan.changes_nothing:
+            example = task.example() or partial(task.losses, model, task.kept[0])
+            done = convert(model, record.plan, freeze=not call.training, example=example)
+            record = msgspec.structs.replace(record, conversion=done)
+        session.give_back()
+    return record
+
+
+def _check_settings(model: Any, target: Any, margin: Any, seconds: Any, metric: Any, progress: Any) -> None:
     if target not in ("train", "serve"):
         raise ValueError(f"target={target!r}: expected 'train' or 'serve'")
     if not isinstance(margin, int | float) or not 0 < margin < 1:
@@ -127,57 +207,6 @@ def tune(
         check_arity("metric", metric, 2, "(model, batch)")
     if not isinstance(progress, bool | None):
         check_arity("progress", progress, 3, "(phase, done, total)")
-    if out is not None:
-        require_charts()
-    inner = unwrap(model)
-    _check_model(inner)
-    task = Task(inner, batches, loss, step, _resolve_autocast(inner, autocast))
-    training, estimator = target == "train", _make_estimator(estimate_for, row_factor, task.device)
-    if estimator is not None and (thorough or not cuda_graph):
-        raise ValueError(f"thorough={thorough}, cuda_graph={cuda_graph} with estimate_for={estimate_for!r}: estimates are of steps in CUDA graphs, compiled in the default mode; hint: leave these out")  # fmt: skip
-    _check_training(inner, train, target, optimizer)
-    present = _find_mods(inner, architecture)
-    call = Call(
-        task, metric, margin, training, seconds, thorough,
-        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast)}),
-        progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
-        choose_tables=tables, choose_collectives=collectives, cuda_graph=cuda_graph,
-        arguments={name: str(value) for name, value in (
-            ("metric", _name_metric(metric)), ("margin", margin), ("architecture", architecture), ("target", target), ("seconds", seconds),
-            ("autocast", task.autocast), ("thorough", thorough), ("cuda_graph", cuda_graph), ("train", train), ("optimizer", optimizer is not None),
-            ("tables", tables), ("collectives", collectives), ("estimate_for", estimate_for), ("row_factor", row_factor),
-        )},
-    )  # fmt: skip
-    # steps are captured and timed on the current GPU, so it must be the model's
-    with gradients_aside(inner), torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
-        session = Session(call)
-        with put_back(inner), ExitStack() as undo:  # timed steps write to the model's buffers
-            session.time_original()
-            if present:  # the model was trained with these mods: keep them, and apply no others
-                names = present
-            else:
-                undo.callback(mods_room.revert, inner)
-                names = session.apply_mods(list(mods_room.CORE) if architecture else [])
-            made = session.run(names, may_drop_mods=not present and not architecture)
-            record = msgspec.structs.replace(made, metric_name=_name_metric(metric))
-        # convert applies the mods of the plan itself, as it does when the plan is loaded elsewhere
-        if not record.plan.changes_nothing:
-            done = convert(
-                inner,
-                record.plan,
-                freeze=target == "serve",
-                example=task.example() or partial(task.losses, inner, task.kept[0]),
-            )
-            record = msgspec.structs.replace(record, conversion=done)
-        if out is not None and (kept := keep_earlier(Path(out), record)) is not None:
-            note = f"the result of a call with other arguments, model or data was moved from {out} to {kept}"
-            record = msgspec.structs.replace(record, notes=[*record.notes, note])
-        tuned = Tuned(model, record)
-        session.give_back()
-    if out is not None:
-        tuned.save(out)
-    call.progress.finish(record.verdict)
-    return tuned
 
 
 def _name_metric(metric: Any) -> str:
@@ -198,7 +227,9 @@ def _check_model(model: nn.Module) -> None:
         )
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
-        raise ValueError(f"{name_some(lazy)} have no shape yet; hint: run the model on one batch and train it before tuning it")  # fmt: skip
+        raise ValueError(
+            f"{name_some(lazy)} have no shape yet; hint: run the model on one batch and train it before tuning it"
+        )
     if unused := [name for name, p in model.named_parameters() if p.is_inference()]:
         raise ValueError(
             f"{name_some(unused)}: made under torch.inference_mode, so they cannot have gradients; hint: "

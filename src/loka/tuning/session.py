@@ -50,9 +50,7 @@ class Session:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.original: dict[str, timing.Captured] = {}  # the captured steps of the unmodified model, by compile mode
-        self.given: Losses | None = (
-            None  # held-out losses without tune's own rewrites; None: those of the model as it is
-        )
+        self.given: Losses | None = None  # held-out losses without tune's own rewrites; None if it made none
         self._verified: set[str] = set()  # units whose gradients have passed
         self._sound: set[str] = set()  # units whose kernels have passed
         self._judged: dict[KernelCall, str] = {}  # see `verify_kernels`
@@ -94,23 +92,7 @@ class Session:
         call = self.call
         call.notes += [*call.task.notes, *describe_unseen_products(call.task.model)]
         with call.phase("look"):
-            looked = look(call.task, training=call.training, progress=call.progress)
-            base = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
-            _check_repeatable(call, base)
-            _warn_if_early(call, base)
-        chosen = make_offers(
-            looked, limits=Limits.before_swapping(call.margin, training=call.training), training=call.training
-        )
-        selection = Selection(
-            looked,
-            chosen,
-            base,
-            mods,
-            call.margin,
-            list(chosen.offers),
-            self.given or base,
-            may_drop_mods=may_drop_mods,
-        )
+            selection = self._look(mods, may_drop_mods)
         rehearsal.rehearse(call, selection)
         with call.phase("verify the kernels"):
             verify_kernels(call, selection, self._judged, self._sound)
@@ -126,23 +108,9 @@ class Session:
             with call.phase("paired training"):
                 trained = rehearsal.verify_training(call, selection)
         with call.phase("verify the step"):
-            after_training = selection.offers
-            if after_training != before_training:
+            if selection.offers != before_training:
                 metric.hold_margin(call, selection, selection.used)
-            step = self._settle(selection)
-            if step.medians and not call.cuda_graph:
-                call.notes.append(
-                    "speeds are of steps launched kernel by kernel, since cuda_graph=False: "
-                    "the longer of host and device time"
-                )
-            call.notes += [note for note in (step.compile_note, step.host_note) if note]
-            metric.note_margin(call, selection)
-            if trained is not None and selection.offers != after_training:
-                call.notes.append(
-                    "the paired training run also included "
-                    f"{', '.join(o.name for o in after_training if o not in selection.offers)}, "
-                    "which were dropped later"
-                )
+            step = self._verify_step(selection, trained)
         if not selection.offers and selection.mods:
             metric.judge_rewrites(call, selection)
         parts: list[TablePlan | CollectivePlan] = []
@@ -152,6 +120,39 @@ class Session:
         if selection.change is not None:
             metric.note_columns(call, selection)
         return _record(call, selection, step, trained, parts, len(self._judged))
+
+    def _look(self, mods: list[str], may_drop_mods: bool) -> Selection:
+        """Observe the model and select every offer that its score allows."""
+        call = self.call
+        looked = look(call.task, training=call.training, progress=call.progress)
+        base = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
+        _check_repeatable(call, base)
+        _warn_if_early(call, base)
+        limits = Limits.before_swapping(call.margin, training=call.training)
+        return Selection(
+            looked,
+            make_offers(looked, limits=limits, training=call.training),
+            base=base,
+            given=self.given or base,
+            mods=mods,
+            used=call.margin,
+            may_drop_mods=may_drop_mods,
+        )
+
+    def _verify_step(self, selection: Selection, trained: Interval | None) -> StepTimes:
+        """Settle the selection by the time of the whole step, and note what its times and verdicts hold for."""
+        call, offered = self.call, selection.offers
+        step = self._settle(selection)
+        if step.medians and not call.cuda_graph:
+            call.notes.append(
+                "speeds are of steps launched kernel by kernel, since cuda_graph=False: the longer of host and device time"
+            )
+        call.notes += [note for note in (step.compile_note, step.host_note) if note]
+        metric.note_margin(call, selection)
+        if trained is not None and selection.offers != offered:
+            left = ", ".join(offer.name for offer in offered if offer not in selection.offers)
+            call.notes.append(f"the paired training run also included {left}, which were dropped later")
+        return step
 
     def _verify_gradients(self, selection: Selection) -> None:
         """Drop units with wrong gradients until none is left. After every change the metric is measured again."""
@@ -249,7 +250,15 @@ def _warn_if_early(call: Call, base: Losses) -> None:
     )
 
 
-def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval | None, parts: list[TablePlan | CollectivePlan], kernels: int) -> Tuning:  # fmt: skip
+def _record(
+    call: Call,
+    selection: Selection,
+    step: StepTimes,
+    trained: Interval | None,
+    parts: list[TablePlan | CollectivePlan],
+    kernels: int,
+) -> Tuning:
+    """Make the record: `trained` is the change by the paired training run, `kernels` how many calls were judged."""
     base = selection.given
     return Tuning(
         model=type(call.task.model).__name__,

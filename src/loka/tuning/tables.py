@@ -16,7 +16,7 @@ stochastic rounding.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from loka.tuning.metric import swap_all
 from loka.tuning.task import Task
 from loka.units import find_collectives, find_tables, place_tables, refuse_tables, release_tables
 from loka.units.tables import dense_matrices, row_bytes
+from loka.units.undisturbed import undisturbed
 
 TRAINED = ("int8:row", "e4m3:row:pow2", "bfloat16")
 SERVED = ("int4:row", "int8:row", "e4m3:row", "bfloat16")
@@ -46,8 +47,6 @@ WEIGHT_CODECS = ("e4m3:1x128:pow2", "int8:1x128", "bf16")
 GRADIENT_CODECS = ("e4m3:1x128:pow2:stochastic", "int8:1x128:stochastic", "bf16")
 ADDED_VARIANCE = 0.01  # of a gradient codec, at most
 LOOKED_UP = 4096  # rows of a timed lookup
-Measure = Callable[[], Interval]  # returns the change of the metric for the current state of the model
-Within = Callable[[Interval], bool]  # checks whether such a change is acceptable
 
 
 @dataclass(frozen=True)
@@ -85,30 +84,40 @@ def placed_alone(model: nn.Module, tables: Sequence[TablePlan]) -> Iterator[None
             release_tables(model)
 
 
-def choose_tables(
-    task: Task, measure: Measure, margin: float, *, training: bool, within: Within | None = None
-) -> list[TablePlan]:
+@dataclass(frozen=True)
+class Trial:
+    """How a format or codec is judged while it is in place.
+
+    Args:
+        measure: returns the change of the metric on held-out batches for the current state of the model.
+        margin: acceptable relative change, for the reasons that are given.
+        within: judges a change; None compares its upper end with the margin.
+    """
+
+    measure: Callable[[], Interval]
+    margin: float
+    within: Callable[[Interval], bool] | None = None
+
+    def accepts(self, change: Interval) -> bool:
+        """Check whether a change is acceptable."""
+        return change.high <= self.margin if self.within is None else self.within(change)
+
+
+def choose_tables(task: Task, trial: Trial, *, training: bool) -> list[TablePlan]:
     """Choose for every table the smallest format whose change of the metric is within the margin.
 
     Args:
         task: the model and how to run it; the model is restored.
-        measure: returns the change of the metric on held-out batches for the current state of the model.
-        margin: acceptable relative change.
+        trial: judges a format that is in place.
         training: choose among formats that can be trained.
-        within: judges a change; None compares its upper end with the margin.
 
     Returns:
         Tables with evidence. A table that no format suits keeps its own and lists what was refused.
     """
-    return [
-        _choose_table(task.model, table, measure, margin, within or (lambda change: change.high <= margin), training)
-        for table in find_tables(task.model)
-    ]
+    return [_choose_table(task.model, table, trial, training) for table in find_tables(task.model)]
 
 
-def _choose_table(
-    model: nn.Module, table: TablePlan, measure: Measure, margin: float, within: Within, training: bool
-) -> TablePlan:
+def _choose_table(model: nn.Module, table: TablePlan, trial: Trial, training: bool) -> TablePlan:
     if problems := refuse_tables(model, [table]):
         return msgspec.structs.replace(table, reason="not converted: " + "; ".join(problems))
     module: Any = model.get_submodule(table.name)
@@ -119,30 +128,47 @@ def _choose_table(
             continue
         error = _relative_error(Rows.of(weight, rows).dequantize() - weight.float(), weight)
         ways.append(_Tried(rows, row_bytes(rows, table.count, table.width), error))
+    smaller = [way for way in ways if way.bytes < table.bytes]
+
+    def place(way: _Tried) -> AbstractContextManager[None]:
+        return placed_alone(model, [msgspec.structs.replace(table, rows=way.name, bytes=way.bytes)])
+
+    taken, given = _take_first(smaller, place, lambda way: _time_lookup(weight, way.name), trial)
+    if taken is None:
+        return msgspec.structs.replace(table, reason="not converted: no smaller format is within the margin", **given)
+    return msgspec.structs.replace(table, rows=taken.name, bytes=taken.bytes, **given)
+
+
+def _take_first(
+    ways: Sequence[_Tried],
+    place: Callable[[_Tried], AbstractContextManager[None]],
+    time: Callable[[_Tried], Interval],
+    trial: Trial,
+) -> tuple[_Tried | None, dict[str, Any]]:
+    """Take the way with the fewest bytes, then the smallest error, that the trial accepts.
+
+    Returns:
+        The way, or None, and the fields of a plan that say so: what was refused and, of a way that was taken, its
+        evidence and reason.
+    """
     refused: list[str] = []
-    for way in sorted((way for way in ways if way.bytes < table.bytes), key=lambda w: (w.bytes, w.error)):
-        asked = msgspec.structs.replace(table, rows=way.name, bytes=way.bytes)
-        with placed_alone(model, [asked]):
-            change = measure()
-        if not within(change):
-            refused.append(f"{way.name}: {_format_change(change)}, margin {margin:.3%}")
-            continue
-        evidence = UnitEvidence(error=way.error, metric_change=change, microseconds=_time_lookup(weight, way.name))
-        why = f"the fewest bytes whose change of the metric, {_format_change(change)}, is within {margin:.3%}"
-        return msgspec.structs.replace(asked, evidence=evidence, reason=why, refusals=refused)
-    return msgspec.structs.replace(table, reason="not converted: no smaller format is within the margin", refusals=refused)  # fmt: skip
+    for way in sorted(ways, key=lambda way: (way.bytes, way.error)):
+        with place(way):
+            change = trial.measure()
+        if trial.accepts(change):
+            evidence = UnitEvidence(error=way.error, metric_change=change, microseconds=time(way))
+            why = f"the fewest bytes whose change of the metric, {change:+.4%}, is within {trial.margin:.3%}"
+            return way, {"evidence": evidence, "reason": why, "refusals": refused}
+        refused.append(f"{way.name}: {change:+.4%}, margin {trial.margin:.3%}")
+    return None, {"refusals": refused}
 
 
-def choose_collectives(
-    task: Task, measure: Measure, margin: float, *, within: Within | None = None
-) -> list[CollectivePlan]:
+def choose_collectives(task: Task, trial: Trial) -> list[CollectivePlan]:
     """Choose codecs for weights and gradients.
 
     Args:
         task: the model and how to run it; the model is restored.
-        measure: returns the change of the metric on held-out batches for the current state of the model.
-        margin: acceptable relative change.
-        within: judges a change; None compares its upper end with the margin.
+        trial: judges a codec of weights while the decoded weights are in place.
 
     Returns:
         Weights and gradients with evidence; empty for a model without dense matrices.
@@ -152,27 +178,19 @@ def choose_collectives(
         return []
     matrices = [p for _, p in dense_matrices(task.model)]
     return [
-        _choose_weights(
-            task.model, matrices, found["weights"], measure, margin, within or (lambda change: change.high <= margin)
-        ),
+        _choose_weights(task.model, matrices, found["weights"], trial),
         _choose_gradients(task, matrices, found["gradients"]),
     ]
 
 
-def _choose_weights(
-    model: nn.Module, matrices: Sequence[Tensor], part: CollectivePlan, measure: Measure, margin: float, within: Within
-) -> CollectivePlan:
-    refused: list[str] = []
-    for way in _try_codecs(WEIGHT_CODECS, part.elements, [p.detach() for p in matrices]):
-        with rounded_weights(model, way.name):
-            change = measure()
-        if not within(change):
-            refused.append(f"{way.name}: {_format_change(change)}, margin {margin:.3%}")
-            continue
-        evidence = UnitEvidence(error=way.error, metric_change=change, microseconds=_time_codec(matrices, way.name))
-        why = f"the fewest bytes whose change of the metric, {_format_change(change)}, is within {margin:.3%}"
-        return msgspec.structs.replace(part, codec=way.name, bytes=way.bytes, evidence=evidence, reason=why, refusals=refused)  # fmt: skip
-    return msgspec.structs.replace(part, reason="sent without a codec: none is within the margin", refusals=refused)
+def _choose_weights(model: nn.Module, matrices: Sequence[Tensor], part: CollectivePlan, trial: Trial) -> CollectivePlan:
+    ways = _try_codecs(WEIGHT_CODECS, part.elements, [p.detach() for p in matrices])
+    taken, given = _take_first(
+        ways, lambda way: rounded_weights(model, way.name), lambda way: _time_codec(matrices, way.name), trial
+    )
+    if taken is None:
+        return msgspec.structs.replace(part, reason="sent without a codec: none is within the margin", **given)
+    return msgspec.structs.replace(part, codec=taken.name, bytes=taken.bytes, **given)
 
 
 def _choose_gradients(task: Task, matrices: Sequence[Tensor], part: CollectivePlan) -> CollectivePlan:
@@ -196,8 +214,6 @@ def _choose_gradients(task: Task, matrices: Sequence[Tensor], part: CollectivePl
 
 def _compute_gradients(task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of all matrices, concatenated, for some of the batches to choose on."""
-    from loka.units.undisturbed import undisturbed
-
     found = []
     for batch in task.looking[:8]:
         with undisturbed(task.model), torch.enable_grad():
@@ -241,10 +257,6 @@ def _relative_error(difference: Tensor, of: Tensor) -> float:
     return float(difference.float().norm() / of.float().norm().clamp(min=1e-30))
 
 
-def _format_change(change: Interval) -> str:
-    return f"{change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]"
-
-
 def _time_lookup(weight: Tensor, rows: str) -> Interval:
     made = Rows.of(weight, rows)
     index = torch.randint(len(weight), (LOOKED_UP,), device=weight.device)
@@ -284,9 +296,9 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
             evaluate(task, task.held_out, call.metric, as_trained=call.training), selection.base, call.metric
         )
 
-    within = partial(call.is_within, used=used)
-    tables = choose_tables(task, measure, used, training=call.training, within=within) if call.choose_tables else []
-    sent = choose_collectives(task, measure, used, within=within) if call.choose_collectives else []
+    trial = Trial(measure, used, partial(call.is_within, used=used))
+    tables = choose_tables(task, trial, training=call.training) if call.choose_tables else []
+    sent = choose_collectives(task, trial) if call.choose_collectives else []
     found: list[TablePlan | CollectivePlan] = [*tables, *sent]
     taken = [part for part in found if part.evidence is not None]
     without = selection.change

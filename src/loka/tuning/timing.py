@@ -1,4 +1,4 @@
-"""Time a unit or the whole step as it will run: compiled with static shapes, in a CUDA graph, in turns with a baseline.
+"""Capture steps as they will run, compiled with static shapes in CUDA graphs, and time them in turns.
 
 Without a GPU nothing is timed: FP8 is emulated on a CPU, where its numerics are real but its time is not.
 """
@@ -8,13 +8,12 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from loka.lowp.chain import Chain
 from loka.lowp.chain_modules import chains_of
@@ -22,11 +21,9 @@ from loka.lowp.linear import Linear, linears_of
 from loka.lowp.step import end_step
 from loka.measure.capturing import capturing
 from loka.measure.timing import bootstrap_median
-from loka.nn.wrapping import named_sites
-from loka.records import Interval, UnitPlan
+from loka.records import Interval
 from loka.tuning.task import Task
 from loka.units.example import copy_example, tensors_in
-from loka.units.following import make_activation
 from loka.units.undisturbed import put_back
 
 TURNS, REPEATS = 5, 4
@@ -66,101 +63,6 @@ class Captured:
         self.replay()
 
 
-class Fragment(nn.Module):
-    """A unit cut out of its model: copies of its modules, run one after another.
-
-    An operation before and one after them give the compiler something to fuse with, as in the model.
-
-    Args:
-        parts: copies of the modules by name, in the order they run.
-    """
-
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.order = [name.replace(".", "_") for name in parts]
-        for name, part in parts.items():
-            self.add_module(name.replace(".", "_"), part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the unit between an addition and a multiplication."""
-        x = x + 1.0
-        for name in self.order:
-            x = getattr(self, name)(x)
-        return x * 0.5
-
-
-def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]:
-    """Copy the modules of a unit (of `discover`) into a fragment. Return it, and the unit with its names there."""
-    import msgspec
-
-    modules, parts, links = dict(named_sites(model)), {}, []
-    for index, link in enumerate(unit.links):
-        parts[link.linear] = deepcopy(modules[link.linear])
-        passed = []
-        for name in link.passed:
-            parts[name] = deepcopy(modules[name])
-            passed.append(name.replace(".", "_"))
-        if link.called:
-            parts[f"function_{index}"] = make_activation(link.activation, link.slope)
-            passed.append(f"function_{index}")
-        dropout = None if link.dropout_site is None else link.dropout_site.replace(".", "_")
-        if link.dropout is not None and link.dropout_site not in link.passed:
-            dropout = f"dropout_{index}"
-            parts[dropout] = nn.Dropout(link.dropout)
-            passed.append(dropout)
-        norm = None if link.norm_site is None else link.norm_site.replace(".", "_")
-        links.append(
-            msgspec.structs.replace(
-                link,
-                linear=link.linear.replace(".", "_"),
-                passed=passed,
-                callers=[],
-                called=False,
-                norm_site=norm,
-                dropout_site=dropout,
-            )
-        )
-    magnitudes = {name.replace(".", "_"): value for name, value in unit.magnitudes.items()}
-    return Fragment(parts), msgspec.structs.replace(
-        unit, name=links[0].linear, links=links, magnitudes=magnitudes, around=None
-    )
-
-
-def fragment_step(
-    fragment: nn.Module, x: Tensor, *, training: bool, autocast: torch.dtype | None, mode: str | None
-) -> Captured:
-    """Compile one step of a fragment and capture it.
-
-    Args:
-        fragment: in training or eval mode.
-        x: its input.
-        training: forward, backward and what an optimizer step does to low precision; otherwise forward only.
-        autocast: autocast dtype.
-        mode: mode of torch.compile.
-
-    Returns:
-        The captured step.
-    """
-    run = torch.compile(fragment, dynamic=False, mode=mode)
-    x = x.clone().requires_grad_(training)
-
-    def step() -> None:
-        with torch.set_grad_enabled(training):
-            with (
-                torch.autocast(x.device.type, autocast)
-                if autocast is not None
-                else torch.autocast(x.device.type, enabled=False)
-            ):
-                y = run(x)
-            if training:
-                y.sum().backward()
-                end_step(_converted_modules(fragment))
-                x.grad = None
-                fragment.zero_grad(set_to_none=True)
-
-    return capture(step, fragment)
-
-
 # Arguments of torch.compile by name. Coordinate descent also turns matrix-vector products into sums that fuse with
 # their neighbours; torchao enables it for everything that is compiled after it.
 COMPILERS: dict[str, dict[str, Any]] = {
@@ -190,7 +92,7 @@ def whole_step(task: Task, *, training: bool, compiler: str = "") -> Captured:
             loss = timed.mean_loss(run, batch, copied=False)
             if training:
                 loss.backward()  # type: ignore[no-untyped-call]
-                end_step(_converted_modules(model))
+                end_step(converted_modules(model))
                 model.zero_grad(set_to_none=True)
 
     with put_back(model):
@@ -215,7 +117,7 @@ def held_by(model: nn.Module) -> list[Any]:
     return [*modules, *model.parameters(), *model.buffers(), *attributes, *tensors_in(attributes)]
 
 
-def _converted_modules(model: nn.Module) -> list[Linear | Chain]:
+def converted_modules(model: nn.Module) -> list[Linear | Chain]:
     """Return the converted linears and chains of a model. Compiled code must not trace this."""
     return [linear for _, linear in linears_of(model)] + [chain for _, chain in chains_of(model)]
 
