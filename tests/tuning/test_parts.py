@@ -95,7 +95,10 @@ def test_evidence_is_on_disk_at_once_and_belongs_to_one_model(tmp_path: Path) ->
     other = Evidence(tmp_path, Ranker(), {"training": False})
     assert not other.resumed
     assert other.get("speed") is None
-    assert [p.name for p in tmp_path.iterdir()] == ["evidence-of-another-model.json"]
+    assert [p.name for p in tmp_path.iterdir()] == [f"evidence-{first.fingerprint[:16]}.json"]
+    other.put("speed", 1.0)
+    assert Evidence(tmp_path, Ranker(), {"training": True}).known == first.known  # each call finds its own again
+    assert Evidence(tmp_path, Ranker(), {"training": False}).known == other.known
     assert not Evidence(None, Ranker(), {}).resumed
 
 
@@ -104,7 +107,7 @@ def test_evidence_of_what_units_ran_before_is_set_aside(tmp_path: Path, monkeypa
     assert Evidence(tmp_path, nn.Linear(2, 2), {}).resumed
     monkeypatch.setattr("loka.tuning.evidence.REVISION", 99)
     assert not Evidence(tmp_path, nn.Linear(2, 2), {}).resumed
-    assert (tmp_path / "evidence-of-another-model.json").exists()
+    assert [p.name for p in tmp_path.iterdir()] != ["evidence.json"]
 
 
 def test_independent_errors_add_in_squares() -> None:
