@@ -114,13 +114,13 @@ def held_out(name, target, device):
 
 
 def train_one(name, steps, device, weights):
-    """Train a model, unless its weights are there already, and keep them."""
-    how = _how(name, steps, device)
-    if weights.exists() and torch.load(weights, map_location="cpu")["how"] == how:
-        return
+    """Train a model and keep its weights."""
     began, model = time.time(), build(name, device)
     value = train(model, name, device, steps)
-    torch.save({"how": how, "loss": value, "state": model.state_dict(), "seconds": time.time() - began}, weights)
+    torch.save(
+        {"how": _how(name, steps, device), "loss": value, "state": model.state_dict(), "seconds": time.time() - began},
+        weights,
+    )
 
 
 def _how(name, steps, device):
@@ -133,7 +133,7 @@ def tune(name, target, steps, seconds, device, weights, graphed=True):
     model = build(name, device)
     kept = torch.load(weights, map_location=device)
     if kept["how"] != _how(name, steps, device):
-        raise ValueError(f"{weights} was trained as {kept['how']}")
+        raise ValueError(f"{weights} was trained as {kept['how']}; delete it to train again")
     model.load_state_dict(kept["state"])
     facts = {"model": name, "target": target, "cuda_graph": graphed, "trained_loss": kept["loss"], "train_s": kept["seconds"]}  # fmt: skip
     del kept  # on the GPU, and not of tune
@@ -329,10 +329,11 @@ def cases(a):
 
 
 def train_all(a):
-    """Every model in a process of its own, all at once: training is not timed."""
+    """Every model that has no weights yet, in a process of its own, all at once: training is not timed."""
     jobs = {}
     for name in dict.fromkeys(name for name, _ in cases(a)):
-        weights_file(a.out, name)
+        if weights_file(a.out, name).exists():
+            continue
         command = [sys.executable, __file__, "--train", name, "--out", a.out, "--steps", str(a.steps), "--device", a.device, "--rows", str(a.rows)]  # fmt: skip
         jobs[name] = subprocess.Popen(command)
     for name, job in jobs.items():
