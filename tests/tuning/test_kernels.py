@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planted import plant, raw
 from torch import Tensor, nn
 
 from loka.formats import QTensor
@@ -21,15 +22,8 @@ from loka.tuning import session
 
 from .small import BATCHES, WIDTH, make_trained, placed, state_of, train, tune
 from .small import same as same_state
-from .test_gradients import plant
 
 LAWS = {"fused_linear": fused_law, "norm_quantize": norm_law, "quantize": quantize_law, "scaled_mm": product_law}
-
-
-def raw(y: QTensor | Tensor) -> Tensor:
-    """The elements, as bytes where they are FP8: torch masks no float8."""
-    data = y.data if isinstance(y, QTensor) else y
-    return data.view(torch.uint8) if data.itemsize == 1 else data
 
 
 def plant_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from loka.formats import Spec
 from loka.measure.device import device_of, environment_of
-from loka.probe.chains import find_chains
+from loka.probe.chains import find_chains, judge_chains
 from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
 from loka.probe.observer import Observer
@@ -128,6 +128,8 @@ class Probe(Observer):
             torch.cuda.empty_cache()  # release the memory used by the trial products
         with self.paused():
             chains = find_chains(self.model, self._example, example, self._watches)
+            if asked.gate:
+                chains = judge_chains(self.model, chains, self._example, example)
         record = ProbeReport(
             model=model_name or type(self.model).__name__,
             steps=self.steps,
@@ -142,11 +144,12 @@ class Probe(Observer):
             data=data_name,
             margin=asked.margin,
             units=units,
-            notes=list(self.notes),
+            notes=[*self.notes, *chains.notes],
             unseen=unseen,
             chains=chains.units,
             alone=chains.alone,
             no_chains=chains.reason,
+            wrong_chains=chains.wrong,
             environment=environment_of(self.model, command),
         )
         return Report(record)
