@@ -18,11 +18,14 @@ caution (heads, the context processor) are measured too, and quantized if that i
     score(model) -> losses, groups      losses per example (lower is better) in a fixed order; independent groups or None
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -34,21 +37,21 @@ from loka.formats import QTensor, relative_l2
 from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.auto import ROWS
 from loka.lowp.binding import LinearBinding
-from loka.lowp.linear import linears_of, refuse
+from loka.lowp.linear import refuse
+from loka.measure.device import device_of
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear
 from loka.nn.wrapping import named_sites, plain_name, unwrap
-from loka.placing import calibrating, convert, freeze_model, revert
+from loka.placing.judging import Judge
 from loka.placing.linears import candidates, spoken_for
-from loka.placing.scales import is_calibrated
 from loka.probe.swapping import Switchable, swap
 from loka.ptq.chains import describe_chains, is_wide, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
+from loka.ptq.packing import Parts, find_packed, pack
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
 from loka.records.prose import name_some
 from loka.units import Unknown
 from loka.units import record as record_flow
-from loka.units.example import call_model
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 Progress = Callable[[str, int, int], None]
@@ -99,6 +102,12 @@ class _Decided:
     reasons: dict[str, str]  # of every site
     cautious: dict[str, GemmWay]  # how sites that the mixture keeps out of caution would run
 
+    def leave_out(self, refused: Mapping[str, str]) -> None:
+        """Keep sites in 16 bits, each with its reason."""
+        for name in refused:
+            self.operands.pop(name, None), self.cautious.pop(name, None)
+        self.reasons |= refused
+
 
 @torch.no_grad()
 def quantize(
@@ -123,10 +132,11 @@ def quantize(
         recipe: a recipe's name (tensorwise, rowwise, blockwise, onerec, onerec_rows, onerec_mixed), a Mixture of your
             own, or a Plan. `auto` is onerec for a OneRec model, otherwise rowwise.
         batches: inputs of the model to calibrate static scales: those of chains without evidence, and those of
-            `scales="static"`. The first one is also the example for a plan's mods, and shows which weights the model
-            reads without calling their linears; those stay in 16-bit precision. Without batches such a read gets
-            8-bit values without their scale.
-        score: (model) -> losses per example, and their groups or None. If given, every site is measured.
+            `scales="static"`. The first one is also the example for a plan's mods, shows which weights the model
+            reads without calling their linears (those stay in 16-bit precision; without batches such a read gets 8-bit
+            values without their scale), and on how many rows kernels are judged.
+        score: (model) -> losses per example, and their groups or None. If given, every site is measured. Without
+            batches, its inputs are those that kernels are judged on.
         bound: the largest accepted relative change of the mean loss; needs `score`.
         widen: also quantize sites that the mixture keeps out of caution, if that is safe; needs `score`.
         keep: name patterns of sites that stay in 16-bit precision.
@@ -141,7 +151,8 @@ def quantize(
         The summary, which prints as text. `.record` is the record to save.
 
     Raises:
-        ValueError: the request is not supported; the model is left unchanged.
+        ValueError: the request is not supported, or a plan runs a kernel that fails the conformance gate; the model is
+            left unchanged. By a recipe, a site with such a kernel stays in 16-bit precision, with the reason.
 
     Example:
         >>> print(loka.quantize(model, "rowwise", keep=("head.*",)))
@@ -160,26 +171,33 @@ def quantize(
     read = _find_read(inner, held)
     changes: dict[str, Interval] = {}
     total, notes = None, list[str]()
+    shown: Any = held[0] if held else None if score is None else partial(score, inner)
+    judge, make = Judge(device_of(inner), notes), partial(find_packed, inner, shown, held[:1], backend, read)
     plan: Plan | None
     if isinstance(recipe, Plan):
         name, plan, experts, reasons = recipe.recipe, recipe, dict[str, GemmWay](), dict(read)
+        names = {unit.name for unit in plan.units} | {site.site for site in plan.sites if site.quantized}
+        if shown is not None and (wrong := judge.blame(names, lambda some: make(_restrict(recipe, some)))):
+            told = "\n  ".join(f"{unit}: {why}" for unit, why in wrong.items())
+            raise ValueError(f"the plan runs kernels that are wrong here; nothing was changed:\n  {told}")
     else:
         mixture = _find_mixture(inner, recipe)
         decided = _decide(inner, found, mixture, keep, module_filter_fn, read)
+        split = partial(_split, inner, found, mixture.name, scales)
+        tried = decided.operands | (decided.cautious if widen else {})
+        if shown is not None:
+            decided.leave_out(judge.refuse(tried, lambda some: make(split({n: tried[n] for n in some}))))
         if score is not None:
-            changes, total, notes = _measure(inner, found, decided, score, bound, widen, backend or "auto", progress)
+            changes, total, more = _measure(inner, found, decided, score, bound, widen, backend or "auto", progress)
+            notes += more
         name, reasons = mixture.name, decided.reasons
-        plan = _plan_of(inner, found, decided.operands, name, scales)
-        experts = {n: o for n, o in decided.operands.items() if isinstance(found[n], GroupedLinear)}
-    done = _place(inner, plan, held, backend)
-    if isinstance(recipe, Plan):
-        found = dict(candidates(inner))  # the plan's mods may have changed the sites
-    running = {
-        site: gemm
-        for n, linear in linears_of(inner)
-        if (site := linear.state.name or n) not in read and (gemm := linear.binding.fprop) is not None
-    }
-    _pack(inner, found, experts, backend or "auto", read)
+        plan, experts = split(decided.operands)
+    with ExitStack() as undo:
+        made = pack(inner, (plan, experts), held, backend, read, undo)
+        undo.pop_all()
+    done, running, found = made.done, made.running, made.found
+    if shown is None and device_of(inner).type == "cuda":  # elsewhere references run
+        notes.append("kernels were not judged: how many rows they run on is not known; hint: batches=[...]")
     _explain(reasons, found, done)
     now = dict(named_sites(inner))
     record = Quantized(
@@ -375,24 +393,16 @@ def _plan_of(
     )  # fmt: skip
 
 
-def _place(model: nn.Module, plan: Plan | None, held: Sequence[Any], backend: str | None) -> Conversion | None:
-    """Convert and freeze the model; in between, calibrate it if there are batches. On failure the model is reverted."""
-    if plan is None:
-        return None
-    modes = [(module, module.training) for module in model.modules()]
-    done = convert(model, plan, backend=backend, example=held[0] if held else None)
-    try:
-        if held and is_calibrated(model):
-            with calibrating(model):
-                for batch in held:
-                    call_model(model.eval(), batch)
-        freeze_model(model, offload=True)
-    except BaseException:
-        revert(model, discard=[spelled.partition("(")[0] for spelled in plan.mods])
-        for module, training in modes:
-            module.training = training
-        raise
-    return done
+def _split(model: nn.Module, found: dict[str, Site], recipe: str, scales: str, ways: dict[str, GemmWay]) -> Parts:
+    """Return how sites are placed: a plan for `convert` with the linears among them, and the experts."""
+    experts = {name: way for name, way in ways.items() if isinstance(found[name], GroupedLinear)}
+    return _plan_of(model, found, ways, recipe, scales), experts
+
+
+def _restrict(plan: Plan, names: Collection[str]) -> Parts:
+    """Return a plan with only the named units and sites in low precision."""
+    sites = [site for site in plan.sites if site.site in names or not site.quantized]
+    return msgspec.structs.replace(plan, sites=sites, units=[unit for unit in plan.units if unit.name in names]), {}
 
 
 def _find_read(model: nn.Module, held: Sequence[Any]) -> dict[str, str]:
@@ -407,22 +417,6 @@ def _find_read(model: nn.Module, held: Sequence[Any]) -> dict[str, str]:
     return {
         name: "its weight is read elsewhere too, where 8-bit values would be wrong" for name in names if name in sites
     }
-
-
-def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay], backend: str, read: Mapping[str, str]) -> None:  # fmt: skip
-    """Replace frozen linears and experts by modules with only FP8 weights, but for those whose weight is read elsewhere.
-
-    Linears with static scales are kept.
-    """
-    new: dict[str, nn.Module] = {}
-    for first, linear in list(linears_of(model)):
-        gemm, name = linear.binding.fprop, linear.state.name or first
-        if gemm is None or gemm.a.mode == "dynamic" or name in read:
-            plain = linear.release()
-            if gemm is not None and name not in read:
-                new[name] = quantize_module(plain, gemm, backend=gemm.backend)
-    new |= {name: quantize_module(found[name], operands, backend=backend) for name, operands in experts.items()}
-    put(model, new)
 
 
 def _explain(reasons: dict[str, str], found: dict[str, Site], done: Conversion | None) -> None:
