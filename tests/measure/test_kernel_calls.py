@@ -60,7 +60,7 @@ def test_every_call_of_a_converted_model_is_judged_and_correct(serving: bool, mo
     kinds = {type(one.call).__name__ for one in calls}
     assert kinds >= ({"FusedCall", "NormCall"} if serving else {"FusedCall", "DgradCall", "GradientCall", "NormGradientCall"})  # fmt: skip
     assert len(set(calls)) == len(calls)
-    assert not any(getattr(one.call, "dropout", False) for one in calls)
+    assert any(getattr(one.call, "dropout", False) for one in calls) is not serving
     for one in calls:
         assert ADAPTERS[one.op].adopt(one.call) is not None, one
         monkeypatch.setitem(registry._LOADED, f"{one.op}.triton", registry.backend(one.op, "reference"))

@@ -8,7 +8,7 @@ it makes. Code that is being compiled is not heard, so run it eagerly.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class KernelCall:
     Args:
         op: the op.
         backend: the name of the backend that runs it.
-        call: the op's description of shapes, Specs and types. Without dropout, whose mask the gate does not draw.
+        call: the op's description of shapes, Specs and types.
 
     Example:
         >>> str(find_calls(run)[0])
@@ -56,8 +56,6 @@ def find_calls(run: Callable[[], object]) -> list[KernelCall]:
     found: dict[KernelCall, None] = {}
 
     def hear(op: str, chosen: registry.Selection, call: Any) -> None:
-        if getattr(call, "dropout", False):
-            call = replace(call, dropout=False)
         found[KernelCall(op, chosen.name, call)] = None
 
     with registry.listening(hear):
