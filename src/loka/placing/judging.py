@@ -192,10 +192,11 @@ def find_step(model: nn.Module, example: Any, *, training: bool) -> list[KernelC
     inner = unwrap(model)
     with undisturbed(inner), gradients_aside(inner):
         unknown = any(not (chain.primed and chain.gradients_primed) for _, chain in chains_of(inner))
-        calls = find_calls(partial(_run_step, inner, example, training))
+        find = partial(find_calls, partial(_run_step, inner, example, training), training=training)
+        calls = find()
         if training and unknown:
             refresh(inner)
-            calls += [one for one in find_calls(partial(_run_step, inner, example, training)) if one not in calls]
+            calls += [one for one in find() if one not in calls]
         return calls
 
 

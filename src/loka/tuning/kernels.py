@@ -41,4 +41,4 @@ def verify_kernels(call: Call, selection: Selection, judge: Judge, verified: set
 def find_own(call: Call) -> list[KernelCall]:
     """Return the kernel calls of one step of the model as it is, without any unit in low precision."""
     with undisturbed(call.task.model), gradients_aside(call.task.model):
-        return find_calls(partial(run_step, call, call.task.looking[0]))
+        return find_calls(partial(run_step, call, call.task.looking[0]), training=call.training)
