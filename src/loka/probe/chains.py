@@ -1,4 +1,4 @@
-"""The chains of a probed model: those already placed in it, else those that could be, and whether their kernels are right.
+"""The chains of a probed model: those already placed in it, else those that could be.
 
 Finding them takes an example input, because only a forward pass shows which layer feeds which (`loka.units`). A probe
 keeps the inputs of some sampled calls for this purpose. If running the model is a collective call (sharded parameters,
@@ -7,10 +7,7 @@ every rank.
 """
 
 import copy
-import dataclasses
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,18 +17,15 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from loka.dispatch.choosing import split_unit
 from loka.lowp.chain import chains_of
-from loka.measure.device import device_of, environment_of
-from loka.measure.kernel_calls import KernelCall
+from loka.measure.device import device_of
 from loka.nn.replacing import SEES_CHAINS
-from loka.placing.judging import Judge, find_planned
 from loka.probe.hook import Switch
 from loka.probe.watch import Watch
 from loka.probe.weights import is_sharded
-from loka.records import Magnitude, Plan, UnitPlan
+from loka.records import Magnitude, UnitPlan
 from loka.units import Example, Steps, describe_chain, discover
-from loka.units.example import call_model, tensors_in
+from loka.units.example import call_model
 
 KEPT = 4  # number of calls whose inputs are kept
 
@@ -68,16 +62,11 @@ def _copy(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class FoundChains:
-    """Chains with observed magnitudes, linears in no chain with the reason (`alone`), or why none were sought.
-
-    `wrong`: chains that run a wrong kernel, with what is wrong. `notes`: which kernels could not be judged.
-    """
+    """Chains with observed magnitudes, linears in no chain with the reason (`alone`), or why none were sought."""
 
     units: list[UnitPlan] = field(default_factory=list)
     alone: dict[str, str] = field(default_factory=dict)
     reason: str | None = None
-    wrong: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapping[str, Watch]) -> FoundChains:
@@ -123,79 +112,3 @@ def _with_magnitudes(unit: UnitPlan, watches: Mapping[str, Watch]) -> UnitPlan:
         if mine:
             magnitudes[link.linear] = Magnitude(output=output, gradient=mine.get("dy", 0.0), input=mine.get("x", 0.0))
     return replace(unit, magnitudes=magnitudes)
-
-
-def judge_chains(model: nn.Module, found: FoundChains, kept: ExampleKeeper, given: Any) -> FoundChains:
-    """Add which chains run a kernel that fails the conformance gate, placed as they were found, or split by a plan.
-
-    Chains that are placed already were judged by the plan that placed them: running them would change their scales.
-
-    Args:
-        model: the probed model.
-        found: what `find_chains` returned.
-        kept: inputs of sampled calls.
-        given: an example of the caller's, or None.
-    """
-    if not found.units or any(True for _ in chains_of(model)):
-        return found
-    shown = kept.examples if given is None else given.runs if isinstance(given, Steps) else [given]
-    examples = _one_of_each_size(shown)
-    device = device_of(model)
-    if not examples or device.type == "meta":
-        return dataclasses.replace(found, notes=["the kernels of chains were not judged: that takes an example"])
-    judge = Judge(device)
-
-    def find(names: Collection[str]) -> list[KernelCall]:
-        calls: dict[KernelCall, None] = {}
-        for units in _variants([unit for unit in found.units if unit.name in names]):
-            for example in examples:
-                calls |= dict.fromkeys(find_planned(model, _plan_of(model, units), example, training=True))
-            if all(one.backend == "reference" for one in calls):
-                break  # then so in parts of the chains
-        return list(calls)
-
-    with torch.autocast(device.type, dtype=kept.autocast, enabled=True) if kept.autocast else nullcontext():
-        try:
-            wrong = judge.refuse([unit.name for unit in found.units], find)
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)
-            wrong = {}
-            judge.notes.append("the kernels of chains were not judged, for want of memory")
-    return dataclasses.replace(found, wrong=wrong, notes=judge.notes)
-
-
-def _variants(units: Sequence[UnitPlan]) -> Iterator[list[UnitPlan]]:
-    """Yield the chains whole, then the parts that are left without their first linear, their second, and so on.
-
-    What a link runs depends on whether it is the first or the last of a part, so this covers every part.
-    """
-    yield list(units)
-    for at in range(max((len(unit.links) for unit in units), default=0)):
-        out = {unit.links[at].linear for unit in units if at < len(unit.links)}
-        parts = [part for unit in units for part in split_unit(unit, out & set(unit.linears)) if len(part.links) > 1]
-        if parts := [part for part in parts if part not in units]:
-            yield parts
-
-
-def _one_of_each_size(examples: Sequence[Any]) -> list[Any]:
-    """Return the examples without those whose tensors have the sizes of an earlier one's; functions are all returned."""
-    sizes: dict[int | str, Any] = {}
-    for example in examples:
-        key = id(example) if callable(example) else str([(t.dtype, t.shape) for t in tensors_in(example)])
-        sizes.setdefault(key, example)
-    return list(sizes.values())
-
-
-def _plan_of(model: nn.Module, units: list[UnitPlan]) -> Plan:
-    return Plan(
-        model=type(model).__name__,
-        recipe="auto",
-        target=None,
-        max_error=1.0,
-        max_gradient_error=1.0,
-        min_speedup=None,
-        flops_of="sites",
-        sites=[],
-        units=units,
-        environment=environment_of(model),
-    )

@@ -23,9 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from loka.formats import Spec
 from loka.measure.device import device_of, environment_of
-from loka.probe.chains import find_chains, judge_chains
+from loka.probe.chains import find_chains
 from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
+from loka.probe.judging import StepJudge
 from loka.probe.observer import Observer
 from loka.probe.progress import telling
 from loka.probe.report import Report
@@ -114,7 +115,10 @@ class Probe(Observer):
             max_gradient_error=max_gradient_error,
             **settings,
         )
-        survey = Survey(asked, seed=self._seed)
+        judge = StepJudge(self.model, self._example, example)
+        with self.paused():
+            wrong = judge.refuse_linears(self._watches, asked.recipes, asked.backends) if asked.gate else {}
+        survey = Survey(asked, seed=self._seed, refused=wrong)
         flops = self._flops_by_site()
         unseen = [watch.finish(self.sampled_steps) for watch in self._unseen]
         total = self._flops or sum(flops.values()) + sum(part.flops for part in unseen) or 1
@@ -128,8 +132,7 @@ class Probe(Observer):
             torch.cuda.empty_cache()  # release the memory used by the trial products
         with self.paused():
             chains = find_chains(self.model, self._example, example, self._watches)
-            if asked.gate:
-                chains = judge_chains(self.model, chains, self._example, example)
+            wrong_chains = judge.refuse_chains(chains.units) if asked.gate else {}
         record = ProbeReport(
             model=model_name or type(self.model).__name__,
             steps=self.steps,
@@ -144,12 +147,12 @@ class Probe(Observer):
             data=data_name,
             margin=asked.margin,
             units=units,
-            notes=[*self.notes, *chains.notes],
+            notes=[*self.notes, *judge.notes],
             unseen=unseen,
             chains=chains.units,
             alone=chains.alone,
             no_chains=chains.reason,
-            wrong_chains=chains.wrong,
+            wrong_chains=wrong_chains,
             environment=environment_of(self.model, command),
         )
         return Report(record)

@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dispatch.test_chains import CHEAP, cheap, linears
+from tests.dispatch.test_chains import CHEAP, cheap, harmed, linears
 from tests.planted import CHAINED, plant, raw
 from tests.probe.test_chain_sites import LINKS, Tower, batches, train
-from torch import nn
+from torch import Tensor, nn
 
 from loka.formats import QTensor
 from loka.kernels.fused_linear import reference as fused_law
+from loka.kernels.quantize import reference as quantize_law
+from loka.kernels.scaled_mm import reference as product_law
 from loka.placing import converted, judging
-from loka.probe import Probe, Report
-from loka.probe.chains import _plan_of
+from loka.probe import Probe, Report, engine
+from loka.probe import judging as probe_judging
+from loka.probe.chains import ExampleKeeper
+from loka.probe.hook import Switch
+from loka.probe.judging import StepJudge
 from loka.records import Plan, UnitPlan
 
 WRONG = "a kernel fails the conformance gate: "
@@ -78,12 +83,49 @@ def test_a_part_of_a_chain_that_would_run_a_wrong_kernel_is_found(monkeypatch: p
 
 
 def unit_calls(model: nn.Module, unit: UnitPlan) -> list[Any]:
-    with converted(model, _plan_of(model, [unit])):
+    with converted(model, StepJudge(model, ExampleKeeper(Switch()), None)._plan(units=[unit])):
         return [
             one.call
             for one in judging.find_step(model, batches(1)[0][0], training=True)
             if type(one.call).__name__ == "FusedCall"
         ]
+
+
+@pytest.mark.parametrize("wrong", ["both ways", "float32"])
+def test_what_only_a_step_of_a_linear_runs_is_judged(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that quantizes a tensor and its transpose, and a weight gradient in float32: no candidate is judged so."""
+
+    def quantize(x: Tensor, spec: Any, **options: Any) -> Any:
+        q, q_t = quantize_law.run(x, spec, **options)
+        if q is not None and q_t is not None and wrong == "both ways":
+            raw(q_t)[-1:] = 0
+        return q, q_t
+
+    def multiply(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+        found = product_law.run(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
+        found[16:] *= 1 - (out_dtype == torch.float32 and wrong == "float32")
+        return found
+
+    plant(monkeypatch, "quantize", quantize_law, run=quantize)
+    plant(monkeypatch, "scaled_mm", product_law, run=multiply)
+    monkeypatch.setattr(probe_judging, "out_dtype", lambda device: torch.bfloat16)  # as on a GPU
+    monkeypatch.setattr(engine, "out_dtype", lambda device: torch.bfloat16)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 1))
+    report = probe(model, backends=["planted", "reference"])
+    refusals = {c.backend: c.refusal or "" for c in report.site("0").candidates if c.recipe == "rowwise"}
+    assert WRONG in refusals["planted"]
+    assert ("-> float32" if wrong == "float32" else "quantize on planted") in refusals["planted"]
+    assert (WRONG in refusals["reference"]) is (wrong == "both ways")  # which quantizes with the same kernel
+    plan = cheap_everywhere(report).plan(min_speedup=None, recipe="rowwise")
+    (site,) = (one for one in plan.sites if one.site == "0")
+    assert {choice.backend for choice in site.choices} == ({"high"} if wrong == "both ways" else {"reference"})
+
+
+def cheap_everywhere(report: Report) -> Report:
+    for site in report.record.sites:
+        for recipe in ("rowwise", "tensorwise"):
+            report = harmed(report, site.name, 1e-9, recipe=recipe)
+    return report
 
 
 def test_evaluating_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +153,7 @@ def test_nothing_is_judged_where_only_references_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(judging, "find_step", lambda *given, **options: (runs.append(True), real(*given, **options))[1])
     monkeypatch.setattr(judging, "judge_call", lambda *given: pytest.fail("judged"))
     assert probe().record.chains
-    assert len(runs) == 1  # to see what runs; parts of the chains run nothing else
+    assert len(runs) == 2  # to see what linears and chains run; other recipes and parts of chains run nothing else
 
 
 def test_kernels_are_judged_as_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
