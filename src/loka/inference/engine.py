@@ -7,8 +7,8 @@
 The model may be plain, quantized (`loka.quantize`) or converted (`loka.convert`); the engine keeps its precisions. On a
 GPU every bucket is captured as one CUDA graph on first use (or ahead, by `warm`), after a warm-up that compiles and
 chooses backends. The kernels of packed weights that its first run calls are judged at their shapes
-(`loka.placing.judging`); a wrong one raises an error. All graphs share one memory pool and one set of caches, because only one batch runs at a time. On a
-CPU the same functions run eagerly.
+(`loka.placing.judging`); a wrong one raises an error. All graphs share one memory pool and one set of caches, because
+only one batch runs at a time. On a CPU the same functions run eagerly.
 
 Scheduling is in loka.serving, the translation between items and codes in loka.inference.recommender.
 """

@@ -6,7 +6,7 @@ candidate (`loka.probe.engine`); what is judged here is what only a step shows, 
 its transpose, or a weight gradient in float32.
 
 A model that is converted already is not judged: the plan that did it was, and a step would change its scales. Neither
-is one whose forward is a call of all ranks, unless they all give an example.
+is one whose forward is a call of all ranks, which may come to different verdicts and wait for each other.
 """
 
 import traceback
@@ -50,9 +50,10 @@ class StepJudge:
         shown = kept.examples if given is None else given.runs if isinstance(given, Steps) else [given]
         self.model, self.device, self._autocast = model, device_of(model), kept.autocast
         self._examples = _one_of_each_size(shown)
-        self._judge = Judge(self.device)
-        if given is None and find_collective(model) is not None:
-            self._examples = []
+        self._judge, self._only_references = Judge(self.device), False
+        self._missing = None if self._examples else "that takes an example"
+        if (why := find_collective(model)) is not None:
+            self._missing = f"{why}, so running the model is a call of all ranks"
 
     @property
     def notes(self) -> list[str]:
@@ -109,10 +110,12 @@ class StepJudge:
     def _refuse(
         self, names: Collection[str], plans: Callable[[Collection[str]], Iterator[Plan]], what: str
     ) -> dict[str, str]:
-        if not names or any(True for _ in (*chains_of(self.model), *linears_of(self.model))):
+        """Refuse names whose plans run a wrong kernel. Once a step ran only references, so do the others."""
+        if not names or self._only_references or any(True for _ in (*chains_of(self.model), *linears_of(self.model))):
             return {}
-        if not self._examples or self.device.type == "meta":
-            self._note(f"the kernels of {what} were not judged: that takes an example")
+        if self._missing is not None:
+            if self.device.type == "cuda":  # elsewhere references run
+                self._note(f"the kernels of {what} were not judged: {self._missing}")
             return {}
 
         def find(some: Collection[str]) -> list[KernelCall]:
@@ -120,8 +123,9 @@ class StepJudge:
             for plan in plans(some):
                 for example in self._examples:
                     calls |= dict.fromkeys(find_planned(self.model, plan, example, training=True))
-                if all(one.backend == "reference" for one in calls):
-                    break  # then so in parts of the chains, and by other recipes
+                self._only_references = bool(calls) and all(one.backend == "reference" for one in calls)
+                if self._only_references:
+                    break
             return [one for one in calls if not self._is_candidate(one)]
 
         autocast = torch.autocast(self.device.type, dtype=self._autocast) if self._autocast else nullcontext()

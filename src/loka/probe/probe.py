@@ -117,6 +117,8 @@ class Probe(Observer):
         )
         judge = StepJudge(self.model, self._example, example)
         with self.paused():
+            chains = find_chains(self.model, self._example, example, self._watches)
+            wrong_chains = judge.refuse_chains(chains.units) if asked.gate else {}
             wrong = judge.refuse_linears(self._watches, asked.recipes, asked.backends) if asked.gate else {}
         survey = Survey(asked, seed=self._seed, refused=wrong)
         flops = self._flops_by_site()
@@ -130,9 +132,6 @@ class Probe(Observer):
                 sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # release the memory used by the trial products
-        with self.paused():
-            chains = find_chains(self.model, self._example, example, self._watches)
-            wrong_chains = judge.refuse_chains(chains.units) if asked.gate else {}
         record = ProbeReport(
             model=model_name or type(self.model).__name__,
             steps=self.steps,
