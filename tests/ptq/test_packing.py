@@ -104,3 +104,11 @@ def test_without_either_a_note_says_on_a_gpu_that_nothing_was_judged(monkeypatch
     assert not any("judged" in note for note in quantize(make()[0], "rowwise").record.notes)  # references need no check
     monkeypatch.setattr(quantizing, "device_of", lambda model: torch.device("cuda"))
     assert any("kernels were not judged" in note for note in quantize(make()[0], "rowwise").record.notes)
+
+
+def test_a_backend_that_cannot_run_what_was_asked_is_an_error_as_without_batches() -> None:
+    model, x = make()
+    for batches in ([], [x]):
+        with pytest.raises(ValueError, match="deepgemm cannot run"):
+            quantize(model, "rowwise", backend="deepgemm", batches=batches)
+    assert type(model[0]) is nn.Linear

@@ -102,7 +102,7 @@ class Judge:
             if (found := mine or together)
         }
 
-    def refuse(self, names: Collection[str], find: Find) -> dict[str, str]:
+    def refuse(self, names: Collection[str], find: Find, *, failing: bool = True) -> dict[str, str]:
         """Find every unit that runs a wrong kernel, or fails: like `blame`, until what is left runs none.
 
         A step that fails without any unit, too, cannot be judged: a note says so, and no unit is refused for it.
@@ -110,6 +110,8 @@ class Judge:
         Args:
             names: the units.
             find: runs a step with some of the units and returns its calls.
+            failing: refuse units whose step raises, with the error as the reason. False: let the error through, where
+                the caller asked for these units.
 
         Returns:
             The reason by name.
@@ -121,6 +123,8 @@ class Judge:
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:  # of any type: Triton's errors do not share one with torch's
+                if not failing:
+                    raise
                 traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
                 found = self._find_failing(left, find, error)
             if not found:

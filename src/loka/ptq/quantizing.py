@@ -186,7 +186,8 @@ def quantize(
         split = partial(_split, inner, found, mixture.name, scales)
         tried = decided.operands | (decided.cautious if widen else {})
         if shown is not None:
-            decided.leave_out(judge.refuse(tried, lambda some: make(split({n: tried[n] for n in some}))))
+            wrong = judge.refuse(tried, lambda some: make(split({n: tried[n] for n in some})), failing=False)
+            decided.leave_out(wrong)
         if score is not None:
             changes, total, more = _measure(inner, found, decided, score, bound, widen, backend or "auto", progress)
             notes += more
