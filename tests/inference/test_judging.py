@@ -10,6 +10,7 @@ from torch import Tensor
 from loka.inference import Engine, EngineConfig
 from loka.inference.engine import JUDGED
 from loka.kernels.grouped_mm import reference as grouped_law
+from loka.models.onerec import Experts
 from loka.ptq import quantize
 
 from .small import make_index, make_model, make_requests
@@ -67,4 +68,16 @@ def test_references_are_not_judged() -> None:
     model, engine = make()
     engine.generate(make_requests(model, (3, 7)))
     assert not engine.judge.judged
+    assert not engine.judge.notes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["onerec", "onerec_rows", "onerec_mixed"])
+def test_our_own_kernels_are_not_refused_on_a_gpu(recipe: str) -> None:
+    experts = Experts(routed=4, top=2, hidden=256, dense_blocks=1)
+    model = make_model("tiny-moe", d=256, heads=4, layers=3, d_ff=256, experts=experts).cuda()
+    quantize(model, recipe)
+    engine = Engine(model, EngineConfig(beams=64, requests=(1, 8), tune=False), valid=make_index(model).trie)
+    engine.warm()
+    assert {one.op for one in engine.judge.judged} >= {"scaled_mm", "grouped_mm"}
     assert not engine.judge.notes

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor, Spec
+from loka.kernels import registry
 from loka.kernels.dropout import Dropout
 from loka.kernels.fused_linear import reference as fused_law
 from loka.kernels.fused_linear.call import DgradCall, FusedCall, GradientCall
@@ -96,3 +97,15 @@ def test_a_mask_that_starts_again_in_the_second_tile_fails(monkeypatch: pytest.M
 
     monkeypatch.setattr(fused_law, "dropped", dropped)
     assert not judge(CALLS["layer relu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [48, 1000, 4096])
+@pytest.mark.parametrize("name", CALLS)
+def test_our_own_kernels_pass_on_a_gpu(name: str, rows: int) -> None:
+    call, device = replace(CALLS[name], m=rows), torch.device("cuda")
+    op = "norm_quantize" if name.startswith("norm") else "fused_linear"
+    backend = registry.backend(op, "triton")
+    assert backend.supports(call, device)
+    verdict = judge_backend(op, backend, call, device, moved=False)
+    assert verdict, verdict.reason

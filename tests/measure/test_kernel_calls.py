@@ -1,6 +1,7 @@
 """What runs is heard, whoever runs it, and judged as it runs."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,3 +157,15 @@ def test_a_step_of_training_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(calls[1]) == f"{calls[0]}, gradient"
     assert [bool(judge_call(one, "cpu")) for one in calls] == [True, False]
     assert find_calls(lambda: dots(x, pairs[0], pairs[1])) == calls[:1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "call"), GRADIENTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_our_own_kernels_pass_on_a_gpu(op: str, call: Any, dtype: torch.dtype) -> None:
+    call, device = replace(call, dtype=dtype), torch.device("cuda")
+    for name in registry.BACKENDS[op]:
+        if name != "reference" and registry.backend(op, name).supports(call, device):
+            for gradient in (False, True):
+                verdict = judge_call(KernelCall(op, name, call, gradient), device)
+                assert verdict, f"{name}, gradient {gradient}: {verdict.reason}"

@@ -1,6 +1,7 @@
 """Every kind of plan refuses kernels that are wrong, and names kernel, call and fault."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from tests.planted import CHAINED, SINGLE, layer, plant, zero_late_rows
 from torch import Tensor, nn
 
 import loka
+from loka.formats import QTensor
+from loka.kernels.dropout import Dropout
 from loka.kernels.fused_linear import reference as fused_law
 from loka.kernels.quantize import reference as quantize_law
 from loka.kernels.scaled_mm import reference as product_law
@@ -79,6 +82,23 @@ def test_kernels_are_judged_with_the_rows_they_run_on(monkeypatch: pytest.Monkey
     assert not plan_everything(model, x[:33]).units
 
 
+def test_a_fault_that_only_dropout_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serving runs the same chain without dropout, where the layer is right."""
+
+    def run(a: QTensor, b: QTensor, call: Any, *, dropout: Dropout | None = None, **options: Any) -> Any:
+        again = None if dropout is None else dropout._replace(seed=torch.ones_like(dropout.seed))  # one mask for ever
+        return fused_law.run(a, b, call, dropout=again, **options)
+
+    plant(monkeypatch, "fused_linear", fused_law, run=run)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1)
+    )
+    plan = plan_everything(model, torch.randn(48, 64))
+    assert not plan.units
+    assert "+dropout: on " in reasons(plan, "0")
+    assert plan_everything(model, torch.randn(48, 64), serving=True).units
+
+
 def test_only_the_unit_that_runs_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(a: object, b: object, call: object, **options: object) -> object:
         found = fused_law.run(a, b, call, **options)
@@ -145,3 +165,17 @@ def test_a_model_that_fails_by_itself_is_not_judged_and_a_note_says_so() -> None
     assert judge.notes == [
         "no kernel was judged, since the model fails on the example without low precision: ValueError: no such embedding"
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("serving", [False, True])
+def test_our_own_kernels_are_not_refused_on_a_gpu(serving: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(512, 1024), nn.ReLU(), nn.Dropout(0.1), nn.Linear(1024, 768), nn.GELU(), nn.Linear(768, 512), nn.LayerNorm(512),
+        nn.SiLU(), nn.Dropout(0.2), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1),
+    ).cuda()  # fmt: skip
+    with torch.autocast("cuda", torch.bfloat16):
+        plan = plan_everything(model, torch.randn(2000, 512, device="cuda"), serving=serving)
+    assert [name for unit in plan.units for name in unit.linears] == ["0", "3", "5", "9"]
+    assert len(plan.notes) == 1
