@@ -18,9 +18,6 @@ from loka.kernels.scaled_mm import reference as product_law
 from loka.placing import converted, judging
 from loka.probe import Probe, Report, engine
 from loka.probe import judging as probe_judging
-from loka.probe.chains import ExampleKeeper
-from loka.probe.hook import Switch
-from loka.probe.judging import StepJudge
 from loka.records import Plan, UnitPlan
 
 WRONG = "a kernel fails the conformance gate: "
@@ -83,7 +80,7 @@ def test_a_part_of_a_chain_that_would_run_a_wrong_kernel_is_found(monkeypatch: p
 
 
 def unit_calls(model: nn.Module, unit: UnitPlan) -> list[Any]:
-    with converted(model, StepJudge(model, ExampleKeeper(Switch()), None)._plan(units=[unit])):
+    with converted(model, judging.plan_unmeasured(model, units=[unit])):
         return [
             one.call
             for one in judging.find_step(model, batches(1)[0][0], training=True)

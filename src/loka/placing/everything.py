@@ -5,7 +5,6 @@ Its kernels are judged nevertheless (`loka.placing.judging`): a unit that runs a
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +13,10 @@ from torch import nn
 
 from loka import mods as mods_room
 from loka.dispatch.choosing import Looked, Offer, SiteLook, single, to_plan_parts
-from loka.measure.device import device_of, environment_of
+from loka.measure.device import device_of
 from loka.measure.kernel_calls import KernelCall
 from loka.nn.wrapping import named_sites, unwrap
-from loka.placing.judging import Judge, find_planned
+from loka.placing.judging import Judge, find_planned, plan_unmeasured
 from loka.records import Plan
 from loka.records.unit import GradientScales
 from loka.units import Discovered, discover, measuring
@@ -64,8 +63,11 @@ def plan_everything(
                 call_model(inner, example)
             found = replace(found, units=seen.units(headroom=1.0))
         looked, offers = _look(inner, found, linears)
-        make = partial(_make_plan, inner, looked, training=not serving)
         judge = Judge(device_of(inner))
+
+        def make(offers: list[Offer], kept: dict[str, str]) -> Plan:
+            units, sites = to_plan_parts(offers, looked, {}, looked.alone | kept, training=not serving)
+            return plan_unmeasured(inner, units=units, sites=sites)
 
         def find(names: Collection[str]) -> list[KernelCall]:
             plan = make([offer for offer in offers if offer.name in names], {})
@@ -77,24 +79,8 @@ def plan_everything(
             mods_room.revert(inner)
     kept = {name: wrong[offer.name] for offer in offers if offer.name in wrong for name in offer.unit.linears}
     plan = make([offer for offer in offers if offer.name not in wrong], kept)
-    return msgspec.structs.replace(plan, mods=list(mods), notes=[*plan.notes, *judge.notes])
-
-
-def _make_plan(model: nn.Module, looked: Looked, offers: list[Offer], kept: dict[str, str], *, training: bool) -> Plan:
-    units, sites = to_plan_parts(offers, looked, {}, looked.alone | kept, training=training)
-    return Plan(
-        model=type(model).__name__,
-        recipe="auto",
-        target=None,
-        max_error=1.0,
-        max_gradient_error=1.0,
-        min_speedup=None,
-        flops_of="sites",
-        sites=sites,
-        units=units,
-        environment=environment_of(model),
-        notes=["made without measurements: every chain in FP8, whatever its error or speed"],
-    )
+    notes = ["made without measurements: every chain in FP8, whatever its error or speed", *judge.notes]
+    return msgspec.structs.replace(plan, mods=list(mods), notes=notes)
 
 
 def _look(model: nn.Module, found: Discovered, least: int) -> tuple[Looked, list[Offer]]:

@@ -22,10 +22,11 @@ from torch import nn
 
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import refresh
+from loka.measure.device import environment_of
 from loka.measure.kernel_calls import KernelCall, find_calls, judge_call
 from loka.nn.wrapping import unwrap
 from loka.placing.conversion import converted, freeze_model
-from loka.records import Plan
+from loka.records import Plan, SitePlan, UnitPlan
 from loka.records.prose import name_some, spell_error
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import gradients_aside, undisturbed
@@ -156,6 +157,34 @@ def _try(find: Find, names: Collection[str]) -> Exception | None:
         traceback.clear_frames(error.__traceback__)
         return error
     return None
+
+
+def plan_unmeasured(model: nn.Module, *, units: Sequence[UnitPlan] = (), sites: Sequence[SitePlan] = ()) -> Plan:
+    """Return a plan of units and sites without any measurement, as for a trial.
+
+    Args:
+        model: the model they belong to.
+        units: the chains.
+        sites: the linears.
+
+    Returns:
+        A plan for any device.
+
+    Example:
+        >>> calls = find_planned(model, plan_unmeasured(model, units=found.units), batch, training=True)
+    """
+    return Plan(
+        model=type(model).__name__,
+        recipe="auto",
+        target=None,
+        max_error=1.0,
+        max_gradient_error=1.0,
+        min_speedup=None,
+        flops_of="sites",
+        sites=list(sites),
+        units=list(units),
+        environment=environment_of(model),
+    )
 
 
 def find_planned(model: nn.Module, plan: Plan, example: Any, *, training: bool) -> list[KernelCall]:

@@ -23,10 +23,10 @@ from loka.dispatch.recipe import Recipe, choice_of
 from loka.kernels import registry
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of, refuse
-from loka.measure.device import device_of, environment_of
+from loka.measure.device import device_of
 from loka.measure.kernel_calls import KernelCall
 from loka.measure.site import gemm_shape
-from loka.placing.judging import Judge, find_planned
+from loka.placing.judging import Judge, find_planned, plan_unmeasured
 from loka.probe.chains import ExampleKeeper, find_collective
 from loka.probe.engine import out_dtype
 from loka.probe.watch import Watch
@@ -64,7 +64,10 @@ class StepJudge:
         """Return the chains that run a wrong kernel, with kernel, call and fault."""
 
         def plans(names: Collection[str]) -> Iterator[Plan]:
-            return (self._plan(units=parts) for parts in _variants([unit for unit in units if unit.name in names]))
+            return (
+                plan_unmeasured(self.model, units=parts)
+                for parts in _variants([unit for unit in units if unit.name in names])
+            )
 
         return self._refuse([unit.name for unit in units], plans, "chains")
 
@@ -81,7 +84,7 @@ class StepJudge:
             def plans(names: Collection[str], found: dict[str, tuple[str, SitePlan]] = found) -> Iterator[Plan]:
                 chosen = [found[name] for name in names]
                 for recipe in dict.fromkeys(recipe for recipe, _ in chosen) or [""]:
-                    yield self._plan(sites=[site for name, site in chosen if name == recipe])
+                    yield plan_unmeasured(self.model, sites=[site for name, site in chosen if name == recipe])
 
             for name, why in self._refuse(list(found), plans, "linears").items():
                 recipe, plan = found[name]
@@ -140,20 +143,6 @@ class StepJudge:
     def _is_candidate(self, one: KernelCall) -> bool:
         """Check whether a product is among those that are judged as candidates."""
         return one.op == "scaled_mm" and one.call.out_dtype == out_dtype(self.device)
-
-    def _plan(self, *, units: Sequence[UnitPlan] = (), sites: Sequence[SitePlan] = ()) -> Plan:
-        return Plan(
-            model=type(self.model).__name__,
-            recipe="auto",
-            target=None,
-            max_error=1.0,
-            max_gradient_error=1.0,
-            min_speedup=None,
-            flops_of="sites",
-            sites=list(sites),
-            units=list(units),
-            environment=environment_of(self.model),
-        )
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
