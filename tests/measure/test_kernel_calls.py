@@ -1,14 +1,23 @@
 """What runs is heard, whoever runs it, and judged as it runs."""
 
 import threading
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.planted import plant
 from torch import Tensor, nn
 
 import loka
 from loka.kernels import registry
+from loka.kernels.attention.call import AttentionCall
+from loka.kernels.dots import dots
+from loka.kernels.dots.call import DotsCall
+from loka.kernels.interaction.call import InteractionCall
+from loka.kernels.masked_attention.call import MaskedAttentionCall
+from loka.kernels.mixed_dots.call import MixedDotsCall
 from loka.measure import kernel_calls
 from loka.measure.adapter import ADAPTERS
 from loka.measure.conformance import Conformance
@@ -60,7 +69,7 @@ def test_every_call_of_a_converted_model_is_judged_and_correct(serving: bool, mo
     kinds = {type(one.call).__name__ for one in calls}
     assert kinds >= ({"FusedCall", "NormCall"} if serving else {"FusedCall", "DgradCall", "GradientCall", "NormGradientCall"})  # fmt: skip
     assert len(set(calls)) == len(calls)
-    assert not any(getattr(one.call, "dropout", False) for one in calls)
+    assert any(getattr(one.call, "dropout", False) for one in calls) is not serving
     for one in calls:
         assert ADAPTERS[one.op].adopt(one.call) is not None, one
         monkeypatch.setitem(registry._LOADED, f"{one.op}.triton", registry.backend(one.op, "reference"))
@@ -117,3 +126,46 @@ def test_want_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_calls, "judge_backend", lambda *given, **options: starved)
     with pytest.raises(torch.OutOfMemoryError):
         judge_call(KernelCall(calls[0].op, "triton", calls[0].call), "cpu")
+
+
+GRADIENTS: list[tuple[str, Any]] = [
+    ("dots", DotsCall(64, 9, 16, 36)),
+    ("mixed_dots", MixedDotsCall(48, 12, 32, 5)),
+    ("mixed_dots", MixedDotsCall(48, 30, 64, 24, torch.float16)),
+    ("interaction", InteractionCall(48, 12, 32, 5, 6, 6, False)),
+    ("attention", AttentionCall(6, 40, 2, 16, 16)),
+    ("masked_attention", MaskedAttentionCall(6, 33, 33, 4, 4, 32)),
+]
+
+
+@pytest.mark.parametrize(("op", "call"), GRADIENTS, ids=str)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_gradients_that_one_call_describes_are_judged_too(op: str, call: Any, gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    law = registry.backend(op, "reference")
+    plant(monkeypatch, op, law)
+    for name in ("planted", *(name for name in registry.BACKENDS[op] if registry.backend(op, name).supports(call, torch.device("cpu")))):  # fmt: skip
+        if name != "reference":
+            verdict = judge_call(KernelCall(op, name, call, gradient), "cpu")
+            assert verdict, f"{name}: {verdict.reason}"
+
+
+def test_a_step_of_training_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "dots", registry.backend("dots", "reference"), gradient=lambda dy, x, first, second: x * 0)
+    x, pairs = torch.randn(8, 4, 16, requires_grad=True), torch.triu_indices(4, 4, 1)
+    calls = find_calls(lambda: dots(x, pairs[0], pairs[1]).sum().backward(), training=True)
+    assert [one.gradient for one in calls] == [False, True]
+    assert str(calls[1]) == f"{calls[0]}, gradient"
+    assert [bool(judge_call(one, "cpu")) for one in calls] == [True, False]
+    assert find_calls(lambda: dots(x, pairs[0], pairs[1])) == calls[:1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "call"), GRADIENTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_our_own_kernels_pass_on_a_gpu(op: str, call: Any, dtype: torch.dtype) -> None:
+    call, device = replace(call, dtype=dtype), torch.device("cuda")
+    for name in registry.BACKENDS[op]:
+        if name != "reference" and registry.backend(op, name).supports(call, device):
+            for gradient in (False, True):
+                verdict = judge_call(KernelCall(op, name, call, gradient), device)
+                assert verdict, f"{name}, gradient {gradient}: {verdict.reason}"

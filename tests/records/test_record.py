@@ -146,6 +146,7 @@ class TestStrictReading:
             "kept",
             "magnitudes",
             "alone",
+            "wrong_chains",
             "kernels",
         }  # mappings of anything, not structs
         for path, value in nodes(document):

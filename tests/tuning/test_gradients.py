@@ -4,15 +4,14 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.planted import plant
 from torch import Tensor, nn
 
 from loka.formats import QTensor
-from loka.kernels import registry
 from loka.kernels.fused_linear import DgradResult
 from loka.kernels.fused_linear import reference as fused_law
 from loka.kernels.norm_quantize import reference as norm_law
@@ -28,14 +27,6 @@ Defect = Callable[[DgradResult], DgradResult]
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate refuses most of these kernels before a gradient is looked at (test_kernels.py)."""
     monkeypatch.setattr(session, "verify_kernels", lambda *given: None)
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, op: str, law: ModuleType, **changed: Any) -> None:
-    """A backend that `auto` prefers: the law, but for some functions."""
-    made = ModuleType(f"loka.kernels.{op}.planted")
-    vars(made).update({name: value for name, value in vars(law).items() if not name.startswith("__")} | changed)
-    monkeypatch.setitem(registry.BACKENDS, op, ("planted", *registry.BACKENDS[op]))
-    monkeypatch.setitem(registry._LOADED, f"{op}.planted", made)
 
 
 def plant_step(monkeypatch: pytest.MonkeyPatch, defect: Defect) -> None:

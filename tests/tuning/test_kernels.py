@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planted import plant, raw
 from torch import Tensor, nn
 
 from loka.formats import QTensor
@@ -21,15 +22,8 @@ from loka.tuning import session
 
 from .small import BATCHES, WIDTH, make_trained, placed, state_of, train, tune
 from .small import same as same_state
-from .test_gradients import plant
 
 LAWS = {"fused_linear": fused_law, "norm_quantize": norm_law, "quantize": quantize_law, "scaled_mm": product_law}
-
-
-def raw(y: QTensor | Tensor) -> Tensor:
-    """The elements, as bytes where they are FP8: torch masks no float8."""
-    data = y.data if isinstance(y, QTensor) else y
-    return data.view(torch.uint8) if data.itemsize == 1 else data
 
 
 def plant_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +159,7 @@ class Products(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
         self.tower = nn.Sequential(nn.Linear(WIDTH + 28, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU())
         self.last = nn.Linear(64, 1)
         first, second = torch.triu_indices(8, 8, 1)
@@ -172,26 +167,33 @@ class Products(nn.Module):
         self.register_buffer("second", second)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(1, (8, WIDTH // 8))
+        parts = (x * self.gain).unflatten(1, (8, WIDTH // 8))
         products = torch.bmm(parts, parts.transpose(1, 2))[:, self.first, self.second]
         return self.last(self.tower(torch.cat([x, products], 1))).squeeze(-1)
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_rewrite_that_brings_a_wrong_kernel_is_left_out(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        found = dots_law.run(x, first, second)
-        found[3:][(x[3:] == x[:-3]).flatten(1).all(1) & wrong] = 0  # which the mod's own check on a batch does not see
+@pytest.mark.parametrize("wrong", ["", "forward", "gradient"])
+def test_a_rewrite_that_brings_a_wrong_kernel_is_left_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(found: Tensor, x: Tensor, *, spoil: bool) -> Tensor:
+        found[3:][(x[3:] == x[:-3]).flatten(1).all(1) & spoil] = 0  # which the mod's own check on a batch does not see
         return found
 
-    plant(monkeypatch, "dots", dots_law, run=run)
+    def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return spoiled(dots_law.run(x, first, second), x, spoil=wrong == "forward")
+
+    def gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return spoiled(dots_law.gradient(dy, x, first, second), x, spoil=wrong == "gradient")
+
+    plant(monkeypatch, "dots", dots_law, run=run, gradient=gradient)
     torch.manual_seed(0)
     model = Products()
     train(model)
     tuned = tune(model)
     assert placed(model)
-    assert ("fused_dots" in tuned.plan.mods) is not wrong
-    assert any("fused_dots" in note and "left out" in note for note in tuned.record.notes) is wrong
+    assert ("fused_dots" in tuned.plan.mods) is not bool(wrong)
+    (note,) = [note for note in tuned.record.notes if "fused_dots" in note and "left out" in note] or [""]
+    assert ("dots on planted" in note) is bool(wrong)
+    assert (", gradient: " in note) is (wrong == "gradient")
 
 
 def test_calls_without_a_check_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

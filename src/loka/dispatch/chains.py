@@ -3,7 +3,7 @@
 The choice is the one `loka.tune` makes (`loka.dispatch.choosing`), but nothing is measured afterwards, so every GEMM of
 every linear must be within its share of the margin. A linear that is not, that an override or a measured metric change
 rules out, or that must not be converted, leaves its chain, which is split there. It is then planned like any other
-linear.
+linear. So are all linears of a chain that runs a kernel which failed the conformance gate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,8 @@ def place_chains(
         if wanted:
             raise ValueError(f"chains=True: {why}")
         return list(sites), [], [f"no chains: {why}"]
-    looks = {site.name: _make_look(site, margin, units, told) for site in report.sites}
+    wrong = {n: why for unit in report.chains if (why := report.wrong_chains.get(unit.name)) for n in unit.linears}
+    looks = {site.name: _make_look(site, margin, units, {**wrong, **told}) for site in report.sites}
     probed = [unit for unit in report.chains if looks.keys() >= set(unit.linears)]
     looked = Looked(looks, probed, report.alone)
     training = any(gemm != "fprop" for site in report.sites for gemm in site.gemms)

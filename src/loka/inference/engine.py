@@ -6,8 +6,10 @@
 
 The model may be plain, quantized (`loka.quantize`) or converted (`loka.convert`); the engine keeps its precisions. On a
 GPU every bucket is captured as one CUDA graph on first use (or ahead, by `warm`), after a warm-up that compiles and
-chooses backends. All graphs share one memory pool and one set of caches, because only one batch runs at a time. On a
-CPU the same functions run eagerly.
+chooses backends. The kernels of packed weights that the first bucket's run calls are judged at their shapes
+(`loka.placing.judging`), in later buckets those that differ in more than their rows; a wrong one raises an error. (Where
+backends are chosen by measuring, each is judged at its number of rows before it is timed.) All graphs share one memory pool and one set of caches, because
+only one batch runs at a time. On a CPU the same functions run eagerly.
 
 Scheduling is in loka.serving, the translation between items and codes in loka.inference.recommender.
 """
@@ -29,20 +31,27 @@ from loka.inference.tuning import Tuning
 from loka.inference.weights import PackedModel, Placement
 from loka.lowp.chain import chains_of
 from loka.measure.capturing import capturing
+from loka.measure.kernel_calls import KernelCall, find_calls
 from loka.models.onerec import OneRec
+from loka.placing.judging import Judge
 from loka.records.prose import name_some
 from loka.semantic_ids import Trie
+
+# What the packed weights are multiplied by, and what makes their operands.
+JUDGED = ("quantize", "norm_quantize", "scaled_mm", "grouped_mm")
 
 
 @dataclass
 class Prepared:
-    """A prepared bucket: static inputs and caches, and on a GPU the graph with the outputs it writes."""
+    """A prepared bucket: static inputs and caches, whether its kernels were judged, and on a GPU the graph with the
+    outputs it writes."""
 
     inputs: Inputs
     caches: list[Pair]
     decoder: Decoder
     graph: Any = None
     found: Found | None = None
+    judged: bool = False
 
 
 class Engine:
@@ -98,6 +107,8 @@ class Engine:
             tune = gpu and not self.config.batch_invariant if self.config.tune is None else self.config.tune
             self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends), measure=tune)
             self._storage = self._allocate()
+        self.judge = Judge(self.device)  # its notes say what could not be judged
+        self._judged: set[KernelCall] = set()  # kinds of calls that were judged
         self._prepared: dict[Bucket, Prepared] = {}
         self._pool: Any = None
         self.captures = 0  # buckets prepared so far; a server checks that it does not grow once warm
@@ -151,13 +162,33 @@ class Engine:
         self.captures += 1
         return made
 
+    def _generate(self, made: Prepared) -> Found:
+        """Run a bucket eagerly. The first time, judge the kernels that ran, and raise if one is wrong.
+
+        A server prepares dozens of buckets that differ in rows alone, and judging all would take minutes.
+        """
+        if made.judged:
+            return made.decoder.generate(made.inputs, made.caches)
+        found: list[Found] = []
+        calls = find_calls(lambda: found.append(made.decoder.generate(made.inputs, made.caches)))
+        new = [one for one in calls if one.op in JUDGED and one.kind not in self._judged]
+        if wrong := self.judge.find_wrong(new):
+            told = "\n  ".join(f"{call}: {why}" for call, why in wrong.items())
+            hint = f"EngineConfig(backends=(({next(iter(wrong)).op!r}, 'reference'),))"
+            raise ValueError(
+                f"the engine runs kernels that fail the conformance gate:\n  {told}\nhint: name another backend, as in {hint}"
+            )
+        self._judged |= {one.kind for one in new}
+        made.judged = True
+        return found[0]
+
     def _capture(self, made: Prepared) -> None:
         """Warm up on a side stream, as CUDA graph capture requires, then capture."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                made.decoder.generate(made.inputs, made.caches)
+                self._generate(made)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         if self._pool is None:
@@ -176,7 +207,7 @@ class Engine:
             if made.inputs.static is not None and padded.static is not None:
                 made.inputs.static.copy_(padded.static, non_blocking=True)
         if made.graph is None:
-            return made.decoder.generate(made.inputs, made.caches)
+            return self._generate(made)
         made.graph.replay()
         assert made.found is not None  # set by _capture
         return made.found

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loka.kernels.activation import ACTIVATIONS, activate
+from loka.kernels.dropout import Dropout, factor_of, keep_mask
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 from loka.kernels.norm_quantize.call import EPS
 from loka.measure.conformance import Conformance, poisoned_allocations, worst_of
 
 FLOAT32 = 1e-5  # error of sums in another order and an approximate reciprocal, relative to the row
 STEEPEST = 1.5  # upper bound on the slope of all activations
+DROPPED = 0.3  # the share that dropout drops where kernels are judged
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {name: partial(activate, name=name) for name in ACTIVATIONS}
 
 
@@ -90,3 +92,22 @@ def judge_twice(run: Callable[[], Any], judge: Callable[[Any], Conformance]) -> 
     with poisoned_allocations():
         result = run()
     return worst_of([plain, judge(result)])
+
+
+def draw_dropout(call: Any, *, seed: int, device: torch.device) -> Dropout | None:
+    """Return a mask's parameters for a call with dropout, else None. They differ in both words of the seed."""
+    if not call.dropout:
+        return None
+    return Dropout(DROPPED, torch.tensor([(seed + 1) * 0x1E3779B97F4A7C15 % 2**63], device=device), stream=2)
+
+
+def dropped_share(dropout: Dropout | None, rows: int, columns: int) -> Tensor | float:
+    """Return what dropout multiplies each element by, in float64: 0 or 1 / (1 - p). Without dropout 1."""
+    if dropout is None:
+        return 1.0
+    return keep_mask(dropout, rows, columns).double() * factor_of(dropout.p)
+
+
+def option(dropout: Dropout | None) -> dict[str, Dropout]:
+    """Return dropout as an option of a backend, none without dropout."""
+    return {} if dropout is None else {"dropout": dropout}

@@ -26,7 +26,9 @@ class KernelCall:
     Args:
         op: the op.
         backend: the name of the backend that runs it.
-        call: the op's description of shapes, Specs and types. Without dropout, whose mask the gate does not draw.
+        call: the op's description of shapes, Specs and types.
+        gradient: the call's gradient, where forward and backward are described by one call. Fused layers, norms and
+            quantizers describe their gradients as calls of their own.
 
     Example:
         >>> str(find_calls(run)[0])
@@ -36,33 +38,47 @@ class KernelCall:
     op: str
     backend: str
     call: Any
+    gradient: bool = False
+
+    @property
+    def kind(self) -> "KernelCall":
+        """The call with one row: calls that differ in their rows alone have the same kind."""
+        rows = next((name for name in ("m", "tokens") if hasattr(self.call, name)), None)
+        return self if rows is None else replace(self, call=replace(self.call, **{rows: 1}))
 
     def __str__(self) -> str:
-        return f"{self.op} on {self.backend}, {self.call}"
+        return f"{self.op} on {self.backend}, {self.call}{', gradient' * self.gradient}"
 
 
-def find_calls(run: Callable[[], object]) -> list[KernelCall]:
+def find_calls(run: Callable[[], object], *, training: bool = False) -> list[KernelCall]:
     """Run code and return the kernel calls that it made, each once, in the order in which they first occurred.
 
     Args:
         run: runs the code, eagerly. Calls from autograd's threads are found, too.
+        training: it runs backward, so calls that do not describe their gradients by themselves are followed by these.
 
     Returns:
         The calls.
 
     Example:
-        >>> calls = find_calls(lambda: model(batch).sum().backward())
+        >>> calls = find_calls(lambda: model(batch).sum().backward(), training=True)
     """
     found: dict[KernelCall, None] = {}
 
     def hear(op: str, chosen: registry.Selection, call: Any) -> None:
-        if getattr(call, "dropout", False):
-            call = replace(call, dropout=False)
         found[KernelCall(op, chosen.name, call)] = None
+        if training and _has_gradient(op):
+            found[KernelCall(op, chosen.name, call, gradient=True)] = None
 
     with registry.listening(hear):
         run()
     return list(found)
+
+
+def _has_gradient(op: str) -> bool:
+    """Check whether an op's adapter judges gradients as an option of its calls."""
+    own = ADAPTERS[op].OWN if op in ADAPTERS else None
+    return own is not None and "gradient" in own.__dataclass_fields__  # type: ignore[attr-defined]
 
 
 def judge_call(one: KernelCall, device: torch.device | str) -> Conformance | None:
@@ -89,6 +105,7 @@ def judge_call(one: KernelCall, device: torch.device | str) -> Conformance | Non
     call = ADAPTERS[one.op].adopt(one.call)
     if call is None or torch.float64 in vars(call).values():  # exact results are in float64 themselves
         return None
+    call = replace(call, gradient=True) if one.gradient else call
     verdict = judge_backend(one.op, registry.backend(one.op, one.backend), call, device, moved=False)
     if verdict.raised and verdict.reason.startswith(torch.OutOfMemoryError.__name__):  # tells nothing about the kernel
         raise torch.OutOfMemoryError(verdict.reason)

@@ -21,6 +21,7 @@ from torch import Tensor
 from loka.formats import QTensor, Spec, quantize, scale_from_amax
 from loka.kernels import registry
 from loka.kernels.activation import activate
+from loka.kernels.dropout import Dropout
 from loka.kernels.fused_linear.call import (
     NORM_BLOCK,
     NORM_EPS,
@@ -43,7 +44,10 @@ from loka.measure.fused import (
     bf16_layer,
     block_norm,
     compiled,
+    draw_dropout,
+    dropped_share,
     judge_twice,
+    option,
     split_variant,
 )
 from loka.measure.inputs import Shape
@@ -63,6 +67,7 @@ class GradientOperands:
     rstd: Tensor | None
     scale: Tensor | None
     p: Tensor
+    dropout: Dropout | None = None
 
 
 Call = FusedCall | GradientCall | DgradCall
@@ -142,7 +147,8 @@ class FusedLinear(Op[Call]):
                 # z is saved with the same scale; max |z| bounds |y|, except for tanh and sigmoid
                 law = layer_law(call, a, b, bias)
                 scale = scale_from_amax(torch.maximum(law.z.abs().max(), law.y.abs().max()), call.out)
-        return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16))
+        dropout = draw_dropout(call, seed=seed, device=device)
+        return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16), dropout)
 
     def thunk(self, backend: Any, call: Call, operands: Any) -> Thunk:
         """Return the layer, its gradient, or the step to the layer before."""
@@ -150,7 +156,7 @@ class FusedLinear(Op[Call]):
             return partial(run_dgrad, backend, call, operands)
         if isinstance(call, GradientCall):
             o: GradientOperands = operands
-            return lambda: backend.gradient(o.dy, o.z, o.rstd, call, scale=o.scale)
+            return lambda: backend.gradient(o.dy, o.z, o.rstd, call, scale=o.scale, **option(o.dropout))
         p: LayerOperands = operands
         return partial(run_layer, backend, call, p)
 
@@ -229,18 +235,20 @@ def _gradient_operands(call: GradientCall, seed: int, distribution: str, device:
     p = inputs.draw(call.m, call.n, distribution=distribution, seed=2 * seed, device=device)
     dy = inputs.draw(call.m, call.n, seed=2 * seed + 1, device=device, dtype=call.in_dtype)
     scale = torch.full((), 2.0**-5, device=device) if call.spec.mode != "dynamic" else None
+    dropout = draw_dropout(call, seed=seed, device=device)
     if not call.norm_block:
-        return GradientOperands(dy, p.to(torch.bfloat16), None, scale, p.to(torch.bfloat16))
+        return GradientOperands(dy, p.to(torch.bfloat16), None, scale, p.to(torch.bfloat16), dropout)
     z, factor = block_norm(p.double(), NORM_EPS)
     kept = quantize(z.float(), NORMALIZED, scale=torch.full((), NORMALIZED_SCALE, device=device))
-    return GradientOperands(dy, kept, factor[:, ::NORM_BLOCK].float().contiguous(), scale, p.to(torch.bfloat16))
+    rstd = factor[:, ::NORM_BLOCK].float().contiguous()
+    return GradientOperands(dy, kept, rstd, scale, p.to(torch.bfloat16), dropout)
 
 
 def _gradient_law(call: GradientCall, operands: GradientOperands) -> Tensor:
     """Compute g in float64 from what forward saved."""
     z = (operands.z.dequantize() if isinstance(operands.z, QTensor) else operands.z).double().requires_grad_()
     (slope,) = torch.autograd.grad(activate(z, call.activation, call.slope).sum(), z)
-    g, z = operands.dy.double() * slope, z.detach()
+    g, z = operands.dy.double() * slope * dropped_share(operands.dropout, call.m, call.n), z.detach()
     if not call.norm_block:
         return g
     assert operands.rstd is not None

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from loka.formats import QTensor
 from loka.kernels.activation import activate
-from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, FusedCall, FusedResult
+from loka.kernels.dropout import Dropout, factor_of
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, FusedCall, FusedResult, kept_form
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance
 from loka.measure.conformance import Conformance, poisoned_allocations, worst_of
-from loka.measure.fused import FLOAT32, STEEPEST, block_norm
+from loka.measure.fused import FLOAT32, STEEPEST, block_norm, dropped_share, option
 from loka.measure.rounding import judge_rounded
 
 
@@ -31,19 +32,25 @@ class LayerOperands:
     scale: Tensor | None
     x: Tensor
     w: Tensor
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True)
 class LayerLaw:
-    """z, y and the norm's factor in float64, and the largest accumulation error of z and y on this device."""
+    """z, y and the norm's factor in float64, and the largest accumulation error of z and y on this device.
+
+    `share`: what dropout multiplies elements of y by, 0 or `raised`. y and its error have it already.
+    """
 
     z: Tensor
     y: Tensor
     factor: Tensor
     error: Tensor
+    share: Tensor | float = 1.0
+    raised: float = 1.0
 
 
-def layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> LayerLaw:
+def layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None, dropout: Dropout | None = None) -> LayerLaw:
     """Compute what a call must return."""
     left, right = a.dequantize().double(), b.dequantize().double()
     law = conformance.law_of_values(left, right)
@@ -53,8 +60,9 @@ def layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> L
     if left.device.type == "cuda":
         matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
         lost += conformance.ELEMENT_ALLOWANCE * conformance.accumulation_error(matmul)
-    y = activate(z, call.activation, call.slope)
-    return LayerLaw(z, y, factor, STEEPEST * lost * (law.terms * factor + z.abs()))
+    share = dropped_share(dropout, call.m, call.n)
+    y, error = activate(z, call.activation, call.slope) * share, STEEPEST * lost * (law.terms * factor + z.abs())
+    return LayerLaw(z, y, factor, error, share, 1.0 if dropout is None else factor_of(dropout.p))
 
 
 def run_layer(backend: Any, call: FusedCall, o: LayerOperands, amax: Tensor | None = None) -> FusedResult:
@@ -62,31 +70,35 @@ def run_layer(backend: Any, call: FusedCall, o: LayerOperands, amax: Tensor | No
     if amax is None and call.amax:
         amax = torch.zeros((), device=o.a.device)
     call = replace(call, amax=amax is not None)
-    result: FusedResult = backend.run(o.a, o.b, call, out_scale=o.scale, bias=o.bias, amax=amax)
+    result: FusedResult = backend.run(o.a, o.b, call, out_scale=o.scale, bias=o.bias, amax=amax, **option(o.dropout))
     return result
 
 
 def check_layer(backend: Any, call: FusedCall, o: LayerOperands) -> Conformance:
     """Check all results against float64, plain and with poisoned allocations, and that they are new memory."""
-    law = layer_law(call, o.a, o.b, o.bias)
+    law = layer_law(call, o.a, o.b, o.bias, o.dropout)
     first = run_layer(backend, call, o)
-    verdict = _judge(first, law)
+    verdict = _judge(call, first, law)
     if not verdict or not law.y.numel():
         return verdict
     with poisoned_allocations():
         second = run_layer(backend, call, o)
     if shared := _places(first) & _places(second):
         return Conformance.failed(f"{len(shared)} results lie in memory that an earlier result was returned in")
-    verdict = worst_of([verdict, _judge(second, law)])
+    verdict = worst_of([verdict, _judge(call, second, law)])
     return worst_of([verdict, _judge_amax(backend, call, o, law)]) if verdict and call.amax else verdict
 
 
-def _judge(result: FusedResult, law: LayerLaw) -> Conformance:
-    verdicts = [judge_rounded(result.y, law.y, law.error, what="y")]
+def _judge(call: FusedCall, result: FusedResult, law: LayerLaw) -> Conformance:
+    error = law.error * law.share
+    verdicts = [judge_rounded(result.y, law.y, error, what="y")]
     if result.y_t is not None:
-        verdicts.append(judge_rounded(result.y_t, law.y.T, law.error.T, what="y_t"))
+        verdicts.append(judge_rounded(result.y_t, law.y.T, error.T, what="y_t"))
     if result.z is not None and result.z is not result.y:  # y was judged already
-        verdicts.append(judge_rounded(result.z, law.z, law.error, what="z"))
+        if kept_form(call.norm_block, call.activation, call.out) == "y":  # with dropout: y before it is raised
+            verdicts.append(judge_rounded(result.z, law.y / law.raised, error, what="the kept y"))
+        else:
+            verdicts.append(judge_rounded(result.z, law.z, law.error, what="z"))
     if result.rstd is not None and law.z.numel():
         # its relative error is that of the root mean square of the block's sums
         error = torch.cat([part.square().mean(1, keepdim=True).sqrt() for part in torch.split(law.error, NORM_BLOCK, 1)], 1)  # fmt: skip

@@ -1,6 +1,6 @@
 """Check the step of backward through a chain, `fused_linear_dgrad`, against float64.
 
-    exact  =  (g @ w_t^T) * activation'(z)          z as forward kept it
+    exact  =  (g @ w_t^T) * activation'(z)          z as forward kept it; with dropout, of kept elements, / (1 - p)
 
 It is judged like the forward (`layer_check`): both layouts of the result rounded once, the bias gradient, the amax that
 the next step's scale comes from, and that no result lies in memory of an earlier one.
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from loka.formats import TENSOR, QTensor, block_amax, scale_from_amax
 from loka.kernels.activation import activate, activation_slope
+from loka.kernels.dropout import Dropout, dropped
 from loka.kernels.fused_linear.call import NORMALIZED, DgradCall, DgradResult, derived_from_output, kept_form
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance, Law, poisoned_allocations, worst_of
-from loka.measure.fused import FLOAT32, STEEPEST, compiled
+from loka.measure.fused import FLOAT32, STEEPEST, compiled, draw_dropout, dropped_share, option
 from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Thunk
 
@@ -33,6 +34,7 @@ class DgradOperands:
     w_t: QTensor
     z: QTensor | Tensor | None
     scale: Tensor
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,15 @@ def draw_dgrad(call: DgradCall, *, seed: int, distribution: str, device: torch.d
     matmul = MatmulCall(call.m, call.k, call.n, call.g, call.w_t)
     g, w_t = inputs.matmul_operands(matmul, seed=seed, distribution=distribution, device=device)
     z = inputs.draw(call.m, call.n, seed=3 * seed + 2, device=device)
+    dropout = draw_dropout(call, seed=seed, device=device)
     kept: QTensor | Tensor | None = None
     if call.z == "bf16":
         kept = z.to(torch.bfloat16)
     elif call.z != "nothing":
         from_output = kept_form(0, call.activation, NORMALIZED) == "y"
-        kept = inputs.quantized(activate(z, call.activation, call.slope) if from_output else z, NORMALIZED)
-    operands = DgradOperands(g, w_t, kept, torch.ones((), device=device))
+        y = dropped(activate(z, call.activation, call.slope), dropout)  # in which dropped elements are zero
+        kept = inputs.quantized(y if from_output else z, NORMALIZED)
+    operands = DgradOperands(g, w_t, kept, torch.ones((), device=device), dropout)
     largest = block_amax(dgrad_law(call, operands).g.float(), TENSOR).reshape(())
     return replace(operands, scale=scale_from_amax(largest, call.spec))
 
@@ -62,12 +66,13 @@ def draw_dgrad(call: DgradCall, *, seed: int, distribution: str, device: torch.d
 def dgrad_law(call: DgradCall, o: DgradOperands) -> DgradLaw:
     """Compute what a call must return."""
     law = conformance.law_of_values(o.g.dequantize(), o.w_t.dequantize())
-    exact = law.y * _slope(call, o, o.z.dequantize() if isinstance(o.z, QTensor) else o.z)
+    share = dropped_share(o.dropout, call.m, call.n)
+    exact = law.y * _slope(call, o, o.z.dequantize() if isinstance(o.z, QTensor) else o.z) * share
     lost = FLOAT32
     if exact.is_cuda:
         matmul = MatmulCall(call.m, call.k, call.n, call.g, call.w_t, fast_accum=True)
         lost += conformance.ELEMENT_ALLOWANCE * conformance.accumulation_error(matmul)
-    return DgradLaw(exact, STEEPEST * lost * (law.terms + law.y.abs()))
+    return DgradLaw(exact, STEEPEST * lost * (law.terms + law.y.abs()) * share)
 
 
 def run_dgrad(backend: Any, call: DgradCall, o: DgradOperands, amax: Tensor | None = None) -> DgradResult:
@@ -75,7 +80,7 @@ def run_dgrad(backend: Any, call: DgradCall, o: DgradOperands, amax: Tensor | No
     if amax is None and call.amax:
         amax = torch.zeros((), device=o.g.device)
     call = replace(call, amax=amax is not None)
-    result: DgradResult = backend.dgrad(o.g, o.w_t, o.z, call, scale=o.scale, amax=amax)
+    result: DgradResult = backend.dgrad(o.g, o.w_t, o.z, call, scale=o.scale, amax=amax, **option(o.dropout))
     return result
 
 

@@ -21,7 +21,19 @@ from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradientCall, Nor
 from loka.kernels.quantize.call import QuantizeCall
 from loka.measure import conformance, inputs, norm_gradient
 from loka.measure.conformance import Conformance, worst_of
-from loka.measure.fused import ACTIVATE, FLOAT32, STEEPEST, bf16_norm, block_norm, compiled, judge_twice, split_variant
+from loka.measure.fused import (
+    ACTIVATE,
+    FLOAT32,
+    STEEPEST,
+    bf16_norm,
+    block_norm,
+    compiled,
+    draw_dropout,
+    dropped_share,
+    judge_twice,
+    option,
+    split_variant,
+)
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded
@@ -64,7 +76,8 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
             return norm_gradient.draw_operands(call, seed=seed, distribution=distribution, device=device)
         options: dict[str, Any] = {"device": device, "dtype": call.in_dtype}
         x = inputs.draw(call.m, call.k, distribution=distribution, seed=3 * seed, **options)
-        made: dict[str, Tensor | None] = {"x": x, "residual": None, "weight": None, "bias": None, "scale": None}
+        made: dict[str, Any] = {"x": x, "residual": None, "weight": None, "bias": None, "scale": None}
+        made |= option(draw_dropout(call, seed=seed, device=device))
         if call.residual:
             made["residual"] = inputs.draw(call.m, call.k, seed=3 * seed + 1, **options)
         if call.affine:
@@ -108,13 +121,14 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
 
         return judge_twice(self.thunk(backend, call, operands), judge)
 
-    def _exact(self, call: NormCall, h: Tensor, operands: dict[str, Tensor | None]) -> Tensor:
+    def _exact(self, call: NormCall, h: Tensor, operands: dict[str, Any]) -> Tensor:
         h, eps = h.double(), EPS[call.norm]
         p = block_norm(h, eps)[0] if call.norm == "block" else bf16_norm(h, call.norm)
         weight, bias = operands["weight"], operands["bias"]
         p = p if weight is None else p * weight.double()
         p = p if bias is None else p + bias.double()
-        return ACTIVATE[call.activation](p)
+        y: Tensor = ACTIVATE[call.activation](p) * dropped_share(operands.get("dropout"), call.m, call.k)
+        return y
 
     def adopt(self, call: Any) -> NormCall | NormGradientCall | None:
         """See `Op.adopt`. FP8 inputs, gradients beside a residual, and heads are not checked."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from loka.formats import TENSOR, Spec, block_amax, scale_from_amax
+from loka.kernels.dropout import Dropout
 from loka.kernels.norm_quantize import reference
 from loka.kernels.norm_quantize.call import EPS, NormGradient, NormGradientCall
 from loka.measure import inputs
 from loka.measure.conformance import Conformance, worst_of
-from loka.measure.fused import ACTIVATE, FLOAT32, bf16_norm, block_norm, compiled
+from loka.measure.fused import ACTIVATE, FLOAT32, bf16_norm, block_norm, compiled, draw_dropout, dropped_share, option
 from loka.measure.op import DTYPES
 from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Thunk
@@ -35,6 +36,7 @@ class NormGradientOperands:
     weight: Tensor | None
     bias: Tensor | None
     scale: Tensor | None
+    dropout: Dropout | None = None
 
 
 def parse(m: int, k: int, head: str, output: str, options: set[str], activation: str) -> NormGradientCall:
@@ -62,20 +64,21 @@ def draw_operands(
     h, dy, noise = draw(call.m, 0, distribution), draw(call.m, 1), draw(2, 2)
     weight, bias = (1 + 0.3 * noise[0], 0.3 * noise[1]) if call.affine else (None, None)
     _, mean, rstd = reference._normalize(h.double(), call.norm, EPS[call.norm])
-    kept = NormGradientOperands(dy, h, None if mean is None else mean.float(), rstd.float(), weight, bias, None)
+    dropout = draw_dropout(call, seed=seed, device=device)
+    kept = NormGradientOperands(
+        dy, h, None if mean is None else mean.float(), rstd.float(), weight, bias, None, dropout
+    )
     if call.spec is None:
         return kept
     largest = block_amax(_exact(call, kept)[0].float(), TENSOR)
-    return NormGradientOperands(
-        dy, h, kept.mean, kept.rstd, weight, bias, scale_from_amax(largest, call.spec).reshape(())
-    )
+    return replace(kept, scale=scale_from_amax(largest, call.spec).reshape(()))
 
 
 def make_thunk(backend: Any, call: NormGradientCall, o: NormGradientOperands, amax: Tensor | None = None) -> Thunk:
     """Return the gradient as training runs it: an FP8 gradient also updates its amax."""
     if amax is None and call.spec is not None:
         amax = torch.zeros((), device=o.dy.device)
-    return lambda: backend.gradient(o.dy, o.h, o.mean, o.rstd, call, weight=o.weight, bias=o.bias, scale=o.scale, amax=amax)  # fmt: skip
+    return lambda: backend.gradient(o.dy, o.h, o.mean, o.rstd, call, weight=o.weight, bias=o.bias, scale=o.scale, amax=amax, **option(o.dropout))  # fmt: skip
 
 
 def judge(result: NormGradient, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
@@ -111,7 +114,7 @@ def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dic
         p = xhat if o.weight is None else xhat * o.weight.double()
         p = p if o.bias is None else p + o.bias.double()
         y = ACTIVATE[call.activation](p)
-        dx, dp = torch.autograd.grad(y, [h, p], o.dy.double())
+        dx, dp = torch.autograd.grad(y, [h, p], o.dy.double() * dropped_share(o.dropout, call.m, call.k))
     terms = {"weight": dp * xhat.detach(), "bias": dp} if call.affine else {}
     return dx, {name: (t.sum(0), t.abs().sum(0)) for name, t in terms.items()}
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from loka.lowp.chain import chains_of
+from loka.measure.device import device_of
 from loka.nn.replacing import SEES_CHAINS
 from loka.probe.hook import Switch
 from loka.probe.watch import Watch
@@ -35,6 +36,7 @@ class ExampleKeeper:
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         self.examples: list[Example] = []
+        self.autocast: torch.dtype | None = None  # of the sampled calls
         self.missing = "no sampled step called the model"
 
     def make_hook(self) -> Callable[..., None]:
@@ -43,6 +45,8 @@ class ExampleKeeper:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling() or len(self.examples) == KEPT or not self._switch.on:
                 return
+            device = device_of(module).type
+            self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
             try:
                 self.examples.append(Example(*(tree_map(_copy, part) for part in (args, kwargs))))
             except Exception as error:

@@ -93,6 +93,7 @@ class Evaluator:
         seed: int,
         gate: bool = True,
         limits: Mapping[Gemm, float] | None = None,
+        refused: Mapping[tuple[str, str, str], str] | None = None,
     ) -> None:
         check_sources(sources, judged_on)
         if samples < 1:
@@ -102,6 +103,7 @@ class Evaluator:
         self.sources, self.judged_on = tuple(sources), tuple(judged_on)
         self._generator = torch.Generator().manual_seed(seed)
         self._gate = gate
+        self._refused = refused or {}  # candidates of which a step runs a wrong kernel, by site, recipe and engine
         self._limits = dict(limits or {})  # error limits that allow drawing to stop early
         self._normal: dict[tuple[object, ...], DistributionError | str] = {}
 
@@ -116,7 +118,10 @@ class Evaluator:
         ]
         shape = gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
         for outcome in outcomes if self._gate else ():
-            outcome.refusal = outcome.trial.engine.refuse(outcome.trial.operands, shape, watch.device)
+            trial = outcome.trial
+            outcome.refusal = trial.engine.refuse(trial.operands, shape, watch.device) or self._refused.get(
+                (watch.name, trial.recipe, trial.engine.name)
+            )
         rows = rows_of(watch, gemm)
         outputs = Outputs.choose(rows, self._generator)
         for source in self.sources:

@@ -26,6 +26,7 @@ from loka.measure.device import device_of, environment_of
 from loka.probe.chains import find_chains
 from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
+from loka.probe.judging import StepJudge
 from loka.probe.observer import Observer
 from loka.probe.progress import telling
 from loka.probe.report import Report
@@ -114,7 +115,12 @@ class Probe(Observer):
             max_gradient_error=max_gradient_error,
             **settings,
         )
-        survey = Survey(asked, seed=self._seed)
+        judge = StepJudge(self.model, self._example, example)
+        with self.paused():
+            chains = find_chains(self.model, self._example, example, self._watches)
+            wrong_chains = judge.refuse_chains(chains.units) if asked.gate else {}
+            wrong = judge.refuse_linears(self._watches, asked.recipes, asked.backends) if asked.gate else {}
+        survey = Survey(asked, seed=self._seed, refused=wrong)
         flops = self._flops_by_site()
         unseen = [watch.finish(self.sampled_steps) for watch in self._unseen]
         total = self._flops or sum(flops.values()) + sum(part.flops for part in unseen) or 1
@@ -126,8 +132,6 @@ class Probe(Observer):
                 sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # release the memory used by the trial products
-        with self.paused():
-            chains = find_chains(self.model, self._example, example, self._watches)
         record = ProbeReport(
             model=model_name or type(self.model).__name__,
             steps=self.steps,
@@ -142,11 +146,12 @@ class Probe(Observer):
             data=data_name,
             margin=asked.margin,
             units=units,
-            notes=list(self.notes),
+            notes=[*self.notes, *judge.notes],
             unseen=unseen,
             chains=chains.units,
             alone=chains.alone,
             no_chains=chains.reason,
+            wrong_chains=wrong_chains,
             environment=environment_of(self.model, command),
         )
         return Report(record)

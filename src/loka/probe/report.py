@@ -195,6 +195,7 @@ class Report:
             lines += [f"{site.name}: stays as it is: {site.kept}"] if site.kept else []
             lines += [f"{site.name}: {site.off}"] if site.off else []
             lines += [f"{site.name}: {alarm.text}; what helps: {alarm.help}" for alarm in site.alarms]
+        lines += [f"{name}: no plan places its chain: {why}" for name, why in record.wrong_chains.items()]
         return lines + [f"while looking: {note}" for note in record.notes]
 
     def __str__(self) -> str:

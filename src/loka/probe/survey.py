@@ -4,7 +4,7 @@ Settings    what to try (recipes x backends), on which operands (samples, source
 Survey      evaluates site by site; gate results, N(0, 1) results and times are shared between sites of the same shape
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,9 @@ class Settings:
 class Survey:
     """Evaluates sites one by one."""
 
-    def __init__(self, settings: Settings, *, seed: int) -> None:
+    def __init__(
+        self, settings: Settings, *, seed: int, refused: Mapping[tuple[str, str, str], str] | None = None
+    ) -> None:
         self.settings, self._seed = settings, seed
         self._engines = {e.name: e for e in (Engine.named(b) if isinstance(b, str) else b for b in settings.backends)}
         if len(self._engines) < len(settings.backends):
@@ -82,6 +84,7 @@ class Survey:
             seed=seed,
             gate=settings.gate,
             limits={"fprop": settings.max_error},
+            refused=refused,
         )
 
     def visit(self, watch: Watch, flops_share: float, *, units: int = 1) -> Site:

@@ -48,6 +48,12 @@ class Decided:
     together: Interval | None = None
     notes: list[str] = field(default_factory=list)
 
+    def leave_out(self, refused: Mapping[str, str]) -> None:
+        """Keep sites in 16 bits, each with its reason."""
+        for name in refused:
+            self.operands.pop(name, None), self.cautious.pop(name, None)
+        self.reasons |= refused
+
 
 @dataclass(frozen=True)
 class Trial:

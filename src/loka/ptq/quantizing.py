@@ -18,10 +18,13 @@ caution (heads, the context processor) are measured too, and quantized if that i
     score(model) -> losses, groups      losses per example (lower is better) in a fixed order; independent groups or None
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import nn
 
@@ -32,21 +35,21 @@ from loka.formats import QTensor, relative_l2
 from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.auto import ROWS
 from loka.lowp.binding import LinearBinding
-from loka.lowp.linear import linears_of
+from loka.measure.device import device_of
+from loka.measure.kernel_calls import KernelCall
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear
 from loka.nn.wrapping import named_sites, plain_name, unwrap
-from loka.placing import calibrating, convert, freeze_model, revert
+from loka.placing.judging import Judge
 from loka.placing.linears import ModuleFilter, candidates
-from loka.placing.scales import is_calibrated
 from loka.ptq.chains import describe_chains, is_wide, tensors_of
 from loka.ptq.deciding import Decided, Progress, Score, Trial, decide, measure
-from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
+from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site
+from loka.ptq.packing import Parts, find_packed, pack
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
 from loka.records.prose import name_some
 from loka.units import Unknown
 from loka.units import record as record_flow
-from loka.units.example import call_model
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,11 @@ def quantize(
         recipe: a recipe's name (tensorwise, rowwise, blockwise, onerec, onerec_rows, onerec_mixed), a Mixture of your
             own, or a Plan. `auto` is onerec for a OneRec model, otherwise rowwise.
         batches: inputs of the model to calibrate static scales: those of chains without evidence, and those of
-            `scales="static"`. The first one is also the example for a plan's mods, and shows which weights the model
-            reads without calling their linears; those stay in 16-bit precision. Without batches such a read gets the
-            values that 8 bits keep, computed at every reading.
-        score: (model) -> losses per example, and their groups or None. If given, every site is measured.
+            `scales="static"`. The first one is also the example for a plan's mods, shows which weights the model reads
+            without calling their linears (those stay in 16-bit precision; without batches such a read gets the values
+            that 8 bits keep, computed at every reading), and on how many rows kernels are judged.
+        score: (model) -> losses per example, and their groups or None. If given, every site is measured. Without
+            batches, its inputs are those that kernels are judged on.
         bound: the largest accepted relative change of the mean loss; needs `score`.
         widen: also quantize sites that the mixture keeps out of caution, if that is safe; needs `score`.
         keep: name patterns of sites that stay in 16-bit precision.
@@ -126,7 +130,8 @@ def quantize(
         The summary, which prints as text. `.record` is the record to save.
 
     Raises:
-        ValueError: the request is not supported; the model is left unchanged.
+        ValueError: the request is not supported, or a plan runs a kernel that fails the conformance gate; the model is
+            left unchanged. By a recipe, a site with such a kernel stays in 16-bit precision, with the reason.
 
     Example:
         >>> print(loka.quantize(model, "rowwise", keep=("head.*",)))
@@ -137,24 +142,27 @@ def quantize(
     _check_scales(recipe, scales, held)
     found, before = dict(candidates(inner)), size_in_bytes(inner, 2)
     read = _find_read(inner, held)
-    plan: Plan | None
+    shown: Any = held[0] if held else None if score is None else partial(score, inner)
+    judge, find = Judge(device_of(inner)), partial(find_packed, inner, shown, held[:1], backend, read)
     if isinstance(recipe, Plan):
-        decided, plan = Decided(recipe.recipe, reasons=dict(read)), recipe
+        decided, parts = Decided(recipe.recipe, reasons=dict(read)), Parts(recipe, {})
+        if shown is not None:
+            _refuse_wrong(recipe, judge, find)
     else:
         decided = decide(inner, found, _find_mixture(inner, recipe), keep, module_filter_fn, read)
+        split = partial(_split, inner, found, decided.recipe, scales)
+        if shown is not None:
+            tried = decided.operands | (decided.cautious if widen else {})
+            decided.leave_out(judge.refuse(tried, lambda some: find(split({n: tried[n] for n in some})), failing=False))
         if score is not None:
             measure(inner, found, decided, Trial(score, bound, widen, backend or "auto", progress))
-        plan = _plan_of(inner, found, decided, scales)
-    done = _place(inner, plan, held, backend)
-    if isinstance(recipe, Plan):
-        found = dict(candidates(inner))  # the plan's mods may have changed the sites
-    running = {
-        site: gemm
-        for n, linear in linears_of(inner)
-        if (site := linear.state.name or n) not in read and (gemm := linear.binding.fprop) is not None
-    }
-    experts = {name: way for name, way in decided.operands.items() if isinstance(found[name], GroupedLinear)}
-    _pack(inner, found, experts, backend or "auto", read)
+        parts = split(decided.operands)
+    with ExitStack() as undo:
+        made = pack(inner, parts, held, backend, read, undo)
+        undo.pop_all()
+    done, running, found = made.done, made.running, made.found
+    if shown is None and device_of(inner).type == "cuda":  # elsewhere references run
+        judge.notes.append("kernels were not judged: how many rows they run on is not known; hint: batches=[...]")
     _explain(decided.reasons, found, done)
     now = dict(named_sites(inner))
     record = Quantized(
@@ -170,7 +178,7 @@ def quantize(
         metric=None if score is None else metric,
         bound=bound,
         change=decided.together,
-        notes=[*decided.notes, *([] if done is None else done.notes)],
+        notes=[*judge.notes, *decided.notes, *([] if done is None else done.notes)],
         plan=done.plan if isinstance(recipe, Plan) and done is not None else None,
         mods=list(mods.applied_to(inner)),
         units=describe_chains(inner),
@@ -225,10 +233,32 @@ def _check_scales(recipe: Any, scales: str, held: Sequence[Any]) -> None:
         )
 
 
-def _plan_of(model: nn.Module, found: Mapping[str, Site], decided: Decided, scales: str) -> Plan | None:
+def _refuse_wrong(plan: Plan, judge: Judge, find: Callable[[Parts], list[KernelCall]]) -> None:
+    """Raise ValueError if units or sites of a plan run kernels that fail the conformance gate."""
+    names = {unit.name for unit in plan.units} | {site.site for site in plan.sites if site.quantized}
+    if wrong := judge.blame(names, lambda some: find(Parts(_restrict(plan, some), {}))):
+        told = "\n  ".join(f"{unit}: {why}" for unit, why in wrong.items())
+        raise ValueError(f"the plan runs kernels that are wrong here; nothing was changed:\n  {told}")
+
+
+def _restrict(plan: Plan, names: Collection[str]) -> Plan:
+    """Return a plan with only the named units and sites in low precision."""
+    sites = [site for site in plan.sites if site.site in names or not site.quantized]
+    return msgspec.structs.replace(plan, sites=sites, units=[unit for unit in plan.units if unit.name in names])
+
+
+def _split(model: nn.Module, found: Mapping[str, Site], recipe: str, scales: str, ways: Mapping[str, GemmWay]) -> Parts:
+    """Return how sites are placed: a plan for `convert` with the linears among them, and the experts."""
+    experts = {name: way for name, way in ways.items() if isinstance(found[name], GroupedLinear)}
+    return Parts(_plan_of(model, found, ways, recipe, scales), experts)
+
+
+def _plan_of(
+    model: nn.Module, found: Mapping[str, Site], ways: Mapping[str, GemmWay], recipe: str, scales: str
+) -> Plan | None:
     """Return a plan for `convert` with the linears among the choices; None if there are none."""
     linears = {}
-    for name, way in decided.operands.items():
+    for name, way in ways.items():
         gemm = LinearBinding(way).with_scales(scales).fprop
         if gemm is not None and isinstance(found[name], nn.Linear):
             linears[name] = gemm
@@ -238,7 +268,7 @@ def _plan_of(model: nn.Module, found: Mapping[str, Site], decided: Decided, scal
     )
     return None if not linears else Plan(
         model=type(model).__name__,
-        recipe=decided.recipe,
+        recipe=recipe,
         target=None,
         max_error=1.0,
         max_gradient_error=1.0,
@@ -248,32 +278,12 @@ def _plan_of(model: nn.Module, found: Mapping[str, Site], decided: Decided, scal
             SitePlan(
                 site=name, m=ROWS, k=found[name].weight.shape[1], n=found[name].weight.shape[0],
                 flops_share=found[name].weight.numel() / total,
-                choices=[choice_of("fprop", way, decided.recipe)],
+                choices=[choice_of("fprop", way, recipe)],
             )
             for name, way in linears.items()
         ],
         environment=capture_environment(),
     )  # fmt: skip
-
-
-def _place(model: nn.Module, plan: Plan | None, held: Sequence[Any], backend: str | None) -> Conversion | None:
-    """Convert and freeze the model; in between, calibrate it if there are batches. On failure the model is reverted."""
-    if plan is None:
-        return None
-    modes = [(module, module.training) for module in model.modules()]
-    done = convert(model, plan, backend=backend, example=held[0] if held else None)
-    try:
-        if held and is_calibrated(model):
-            with calibrating(model):
-                for batch in held:
-                    call_model(model.eval(), batch)
-        freeze_model(model, offload=True)
-    except BaseException:
-        revert(model, discard=[spelled.partition("(")[0] for spelled in plan.mods])
-        for module, training in modes:
-            module.training = training
-        raise
-    return done
 
 
 def _find_read(model: nn.Module, held: Sequence[Any]) -> dict[str, str]:
@@ -288,24 +298,6 @@ def _find_read(model: nn.Module, held: Sequence[Any]) -> dict[str, str]:
     return {
         name: "its weight is read elsewhere too, where 8-bit values would be wrong" for name in names if name in sites
     }
-
-
-def _pack(
-    model: nn.Module, found: Mapping[str, Site], experts: Mapping[str, GemmWay], backend: str, read: Mapping[str, str]
-) -> None:
-    """Replace frozen linears and experts by modules with only FP8 weights, but for those whose weight is read elsewhere.
-
-    Linears with static scales are kept.
-    """
-    new: dict[str, nn.Module] = {}
-    for first, linear in list(linears_of(model)):
-        gemm, name = linear.binding.fprop, linear.state.name or first
-        if gemm is None or gemm.a.mode == "dynamic" or name in read:
-            plain = linear.release()
-            if gemm is not None and name not in read:
-                new[name] = quantize_module(plain, gemm, backend=gemm.backend)
-    new |= {name: quantize_module(found[name], operands, backend=backend) for name, operands in experts.items()}
-    put(model, new)
 
 
 def _explain(reasons: dict[str, str], found: dict[str, Site], done: Conversion | None) -> None:

@@ -187,6 +187,8 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     chains: list[UnitPlan] = msgspec.field(default_factory=list)
     alone: dict[str, str] = msgspec.field(default_factory=dict)  # linears in no chain, and why
     no_chains: str | None = None  # why chains were not searched for
+    # chains of which a kernel fails the conformance gate: kernel, call and fault, by the chain's name
+    wrong_chains: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 Feature = Literal["absmax", "std", "tail", "kurtosis", "zeros", "histogram"]

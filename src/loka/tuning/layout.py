@@ -13,23 +13,23 @@ from collections.abc import Callable
 import torch
 
 from loka import mods as mods_room
-from loka.measure.kernel_calls import KernelCall
+from loka.placing.judging import Judge
 from loka.probe.paired import SHORT, Losses, spell_change
 from loka.records import Interval
 from loka.tuning.call import Call
 from loka.tuning.comparing import compare, evaluate
-from loka.tuning.kernels import find_own, judge_calls
+from loka.tuning.kernels import find_own
 
 Apply = Callable[[list[str]], list[str]]  # applies mods by name, and returns those that changed something
 
 
-def apply_mods(call: Call, asked: list[str], judged: dict[KernelCall, str]) -> tuple[list[str], Losses | None]:
+def apply_mods(call: Call, asked: list[str], judge: Judge) -> tuple[list[str], Losses | None]:
     """Apply layout rewrites that keep the function, and the `asked` mods.
 
     Args:
         call: provides the model and the batches. It gets a note about every rewrite that is left out.
         asked: mods that the user asked for. They stay, whatever the metric says.
-        judged: verdicts of kernel calls so far, extended.
+        judge: has the verdicts of kernel calls so far.
 
     Returns:
         The mods that changed something, and the held-out losses of the model with only the `asked` ones, which changes
@@ -64,7 +64,7 @@ def apply_mods(call: Call, asked: list[str], judged: dict[KernelCall, str]) -> t
     own = [name for name in taken if name not in asked]
     if not own or given is None:
         return taken, None
-    note = _find_wrong_kernel(call, asked, judged, apply, taken)
+    note = _find_wrong_kernel(call, asked, judge, apply, taken)
     if note is None:
         note, given = _compare_with_given(call, given)
         if note is None:
@@ -89,15 +89,13 @@ def _evaluate_given(call: Call, asked: list[str], apply: Apply) -> Losses | None
         mods_room.revert(call.task.model)
 
 
-def _find_wrong_kernel(
-    call: Call, asked: list[str], judged: dict[KernelCall, str], apply: Apply, taken: list[str]
-) -> str | None:
+def _find_wrong_kernel(call: Call, asked: list[str], judge: Judge, apply: Apply, taken: list[str]) -> str | None:
     """Say which kernel of a rewrite fails the conformance gate, and leave the model with the `asked` mods only.
 
     None if there is none, or if the model runs it by itself. The model then still has all of `taken`.
     """
     model = call.task.model
-    wrong = judge_calls(call, find_own(call), judged)
+    wrong = judge.find_wrong(find_own(call))
     if not wrong:
         return None
     mods_room.revert(model)

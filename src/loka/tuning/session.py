@@ -18,12 +18,13 @@ import gc
 import math
 import traceback
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from loka.dispatch.choosing import Limits, make_offers
-from loka.measure.kernel_calls import KernelCall
+from loka.placing.judging import Judge
 from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
 from loka.records.tuning import TunedUnit, Tuning
@@ -53,7 +54,7 @@ class Session:
         self.given: Losses | None = None  # held-out losses without tune's own rewrites; None if it made none
         self._verified: set[str] = set()  # units whose gradients have passed
         self._sound: set[str] = set()  # units whose kernels have passed
-        self._judged: dict[KernelCall, str] = {}  # see `verify_kernels`
+        self._judge = Judge(call.task.device, call.notes, tell=partial(call.progress, "verify the kernels"))
         if call.evidence.resumed:
             call.notes.append("resumed from the evidence of an earlier call")
         if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
@@ -81,7 +82,7 @@ class Session:
 
     def apply_mods(self, asked: list[str]) -> list[str]:
         """Apply layout rewrites that keep the function, and the `asked` mods. Return those that changed something."""
-        names, self.given = apply_mods(self.call, asked, self._judged)
+        names, self.given = apply_mods(self.call, asked, self._judge)
         return names
 
     def run(self, mods: list[str], *, may_drop_mods: bool) -> Tuning:
@@ -95,7 +96,7 @@ class Session:
             selection = self._look(mods, may_drop_mods)
         rehearsal.rehearse(call, selection)
         with call.phase("verify the kernels"):
-            verify_kernels(call, selection, self._judged, self._sound)
+            verify_kernels(call, selection, self._judge, self._sound)
         with call.phase("time units"):
             choosing.choose_faster(call, selection)
         with call.phase("verify the metric"):
@@ -119,7 +120,7 @@ class Session:
                 parts = choose_parts(call, selection)
         if selection.change is not None:
             metric.note_columns(call, selection)
-        return _record(call, selection, step, trained, parts, len(self._judged))
+        return _record(call, selection, step, trained, parts, len(self._judge.judged))
 
     def _look(self, mods: list[str], may_drop_mods: bool) -> Selection:
         """Observe the model and select every offer that its score allows."""
@@ -165,7 +166,7 @@ class Session:
     def _verify_kernels(self, selection: Selection) -> None:
         """Judge kernels that the selection runs only since units were taken apart or put back."""
         before = selection.offers
-        verify_kernels(self.call, selection, self._judged, self._sound)
+        verify_kernels(self.call, selection, self._judge, self._sound)
         if selection.offers != before:
             metric.hold_margin(self.call, selection, selection.used)
 

@@ -1,0 +1,93 @@
+"""The engine judges the kernels of a bucket when it first runs: with a wrong one it answers nothing."""
+
+import importlib
+from typing import Any
+
+import pytest
+from tests.planted import SINGLE, plant
+from torch import Tensor
+
+from loka.inference import Engine, EngineConfig
+from loka.inference.engine import JUDGED
+from loka.kernels.grouped_mm import reference as grouped_law
+from loka.models.onerec import Experts
+from loka.ptq import quantize
+
+from .small import make_index, make_model, make_requests
+
+
+def make(**options: Any) -> tuple[Any, Engine]:
+    model = make_model("tiny-moe", layers=3)
+    quantize(model, "onerec_rows", keep=("*.router", "heads.*", "context.*"))
+    return model, Engine(model, EngineConfig(beams=40, requests=(1, 8), dtype="fp32", **options), valid=make_index(model).trie)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", SINGLE)
+def test_a_wrong_kernel_of_a_packed_linear_raises(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, planting = SINGLE[wrong]
+    model, engine = make()
+    requests = make_requests(model, (3, 7))
+    assert engine.generate(requests)
+    planting(monkeypatch)
+    model, engine = make()
+    for _ in range(2):  # not only the first time
+        with pytest.raises(
+            ValueError, match=rf"(?s)fail the conformance gate:.*\n  {op} on planted, .*hint: name another"
+        ):
+            engine.generate(requests)
+    model, engine = make(backends=((op, "reference"),))
+    assert engine.generate(requests)
+
+
+def test_a_wrong_kernel_of_experts_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Any, weight: Any, offsets: Tensor, **options: Any) -> Tensor:
+        found = grouped_law.run(x, weight, offsets, **options)
+        found[16:] = 0
+        return found
+
+    plant(monkeypatch, "grouped_mm", grouped_law, run=run)
+    model, engine = make()
+    with pytest.raises(ValueError, match="grouped_mm on planted, "):
+        engine.generate(make_requests(model, (3, 7)))
+
+
+def test_correct_kernels_are_judged_once_for_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in JUDGED:
+        plant(monkeypatch, op, importlib.import_module(f"loka.kernels.{op}.reference"))
+    model, engine = make()
+    requests = make_requests(model, (3, 7))
+    engine.generate(requests)
+    judged = dict(engine.judge.judged)
+    assert {one.op for one in judged} >= {"scaled_mm", "quantize", "grouped_mm"}
+    assert not any(judged.values())
+    engine.generate(requests)
+    assert engine.judge.judged == judged
+
+
+def test_references_are_not_judged() -> None:
+    model, engine = make()
+    engine.generate(make_requests(model, (3, 7)))
+    assert not engine.judge.judged
+    assert not engine.judge.notes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["onerec", "onerec_rows", "onerec_mixed"])
+def test_our_own_kernels_are_not_refused_on_a_gpu(recipe: str) -> None:
+    experts = Experts(routed=4, top=2, hidden=256, dense_blocks=1)
+    model = make_model("tiny-moe", d=256, heads=4, layers=3, d_ff=256, experts=experts).cuda()
+    quantize(model, recipe)
+    engine = Engine(model, EngineConfig(beams=64, requests=(1, 8), tune=False), valid=make_index(model).trie)
+    engine.warm()
+    assert {one.op for one in engine.judge.judged} >= {"scaled_mm", "grouped_mm"}
+    assert not engine.judge.notes
+
+
+def test_later_buckets_judge_what_differs_in_more_than_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "scaled_mm", importlib.import_module("loka.kernels.scaled_mm.reference"))
+    model, engine = make()
+    engine.generate(make_requests(model, (3, 7)))
+    judged = dict(engine.judge.judged)
+    engine.generate(make_requests(model, (3,)))  # the bucket of one request
+    assert engine.judge.judged == judged
+    assert engine.captures == 2
