@@ -7,9 +7,9 @@ tables and what ranks send each other. They are found by running the model on an
 
 from loka.units.discovery import Discovered, discover
 from loka.units.example import Example, Steps, capture_example
-from loka.units.flow import Unknown, record
 from loka.units.magnitudes import Seen, measuring
 from loka.units.placement import build_chain, describe_chain, place, refuse_unit
+from loka.units.recording import Unknown, record
 from loka.units.tables import find_collectives, find_tables, place_tables, placed_tables, refuse_tables, release_tables
 
 __all__ = [
