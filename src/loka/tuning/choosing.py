@@ -144,7 +144,8 @@ def _estimate_units(call: Call, estimator: Estimator, selection: Selection) -> N
         if offer.way == "chain":
             found: Interval | None = estimator.speedup(_unit_of(call, offer, selection.looked))
         else:
-            found = estimator.linear_speedup(round(site.rows * call.row_factor), site.k, site.n, offer.way, training=call.training)  # fmt: skip
+            rows = scale_rows(site.rows, call.row_factor)
+            found = estimator.linear_speedup(rows, site.k, site.n, offer.way, training=call.training)
         if found is not None:
             selection.estimates[offer.name] = found
             if found.value <= 1.0:

@@ -215,9 +215,11 @@ def say_compiler(name: str) -> str | None:
         >>> say_compiler("loka max-autotune")
         'this speed-up was measured with torch.compile(model, mode="max-autotune-no-cudagraphs"): compile it likewise'
     """
-    found = next((given for compiler, given in timing.COMPILERS.items() if compiler and name.endswith(f" {compiler}")), None)  # fmt: skip
-    given = ", ".join(f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in (found or {}).items())  # fmt: skip
-    return f"this speed-up was measured with torch.compile(model, {given}): compile it likewise" if given else None
+    for compiler, options in timing.COMPILERS.items():
+        if compiler and name.endswith(f" {compiler}"):
+            given = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
+            return f"this speed-up was measured with torch.compile(model, {given}): compile it likewise"
+    return None
 
 
 def _report(

@@ -99,7 +99,9 @@ def refuse_tables(model: nn.Module, tables: Iterable[TablePlan]) -> list[str]:
             continue
         shape = module.num_embeddings, module.embedding_dim
         if shape != (table.count, table.width):
-            problems.append(f"{table.name}: the plan is for {table.count} x {table.width}, the table is {shape[0]} x {shape[1]}")  # fmt: skip
+            problems.append(
+                f"{table.name}: the plan is for {table.count} x {table.width}, the table is {shape[0]} x {shape[1]}"
+            )
         if isinstance(module, Table):
             if module.kind != table.rows:
                 problems.append(f"{table.name}: has rows of {module.kind} already, the plan says {table.rows}")
