@@ -51,6 +51,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from loka.data import load
@@ -59,7 +60,7 @@ from loka.metrics import compare_paired
 from loka.models import build_ranker
 from loka.nn.tables import quantize_tables
 from loka.probe import Probe
-from loka.records import Plan, capture_environment, from_json, to_json
+from loka.records import Choice, Plan, capture_environment, from_json, to_json
 from loka.training import Callback, TrainConfig, Trainer, seed_everything
 from loka.units.discovery import NARROW
 
@@ -147,7 +148,20 @@ def make_plan(data: Any, options: argparse.Namespace) -> Plan:
     report = probe.evaluate(samples=10, backends=("reference",), sources=("rows",), judged_on=("rows",))
     narrow = {site.name: "high" for site in report.record.sites if min(site.k, site.n) < NARROW}
     plan = report.plan(min_speedup=None, margin=PLAN_MARGIN, chains=False, overrides=narrow)
-    return plan.round_gradients_stochastically()
+    return round_gradients_stochastically(plan)
+
+
+def round_gradients_stochastically(plan: Plan) -> Plan:
+    """The plan with stochastic rounding of both operands in every low-precision gradient GEMM. With rounding to nearest a weight is off to the same side in every step: a bias that training follows."""
+
+    def turn(choice: Choice) -> Choice:
+        if choice.gemm == "fprop" or choice.a is None or choice.b is None:
+            return choice
+        a, b = (spec if spec.endswith(":stochastic") else f"{spec}:stochastic" for spec in (choice.a, choice.b))
+        return msgspec.structs.replace(choice, a=a, b=b, reason=f"{choice.reason}; rounded stochastically, as asked")
+
+    sites = [msgspec.structs.replace(site, choices=[turn(c) for c in site.choices]) for site in plan.sites]
+    return msgspec.structs.replace(plan, sites=sites, seal=None)
 
 
 def run_on_ranks(

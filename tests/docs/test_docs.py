@@ -69,6 +69,14 @@ def test_without_an_ablation_nothing_is_said(
     assert (made.ablation_table(), made.latency_table(), made.ablation_summary()) == (None, None, None)
 
 
+def test_a_block_without_its_records_stays_as_it_is(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / "guides" / "scale-out.md").read_text(encoding="utf-8")
+    monkeypatch.setattr("tables.results.RESULTS", tmp_path)
+    assert generate.write_blocks(text, ROOT / "docs" / "guides") == text
+
+
 def test_the_ablation_follows_its_records(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

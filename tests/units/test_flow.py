@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from loka import models
-from loka.units.flow import Flow, Sink, Unknown, follow, record
+from loka.units.flow import Flow, Sink, follow
+from loka.units.recording import Unknown, record
 
 
 class Net(nn.Module):

@@ -123,7 +123,10 @@ def search(
             return Spent(chosen, first, joint, [*notes, f"{_describe_sum(effects, chosen, bound)}; {seen}"])
         notes.append(f"a set of {len(chosen)} sites was given up: {seen}, beyond {bound:.3%}")
         if chosen == told.keys():
-            raise ValueError(f"the sites overrides convert do not stay within {bound:.3%} when measured together: " + "; ".join(notes))  # fmt: skip
+            raise ValueError(
+                f"the sites overrides convert do not stay within {bound:.3%} when measured together: "
+                + "; ".join(notes)
+            )
         spent = sum(effects[name] for name in chosen) - fixed
         if number == MAX_ROUNDS - 2:
             left = []  # the last measurement is for `told` alone
@@ -132,7 +135,12 @@ def search(
         else:
             left = _drop_suspects([item for item in left if item.name in chosen], suspicion)
     none = Interval(value=0.0, low=0.0, high=0.0)
-    return Spent(frozenset(), first, none, [*notes, f"nothing is converted: no set that was measured together stays within {bound:.3%}"])  # fmt: skip
+    return Spent(
+        frozenset(),
+        first,
+        none,
+        [*notes, f"nothing is converted: no set that was measured together stays within {bound:.3%}"],
+    )
 
 
 def _drop_suspects(items: list[Item], suspicion: Mapping[str, float]) -> list[Item]:

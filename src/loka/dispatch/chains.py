@@ -58,7 +58,9 @@ def place_chains(
     out = {name: refused[name] for unit in looked.units for name in unit.linears if name in refused}
     notes = ["the speed of its chains was not measured"] if placed else []
     if wanted and not placed:
-        raise ValueError("chains=True, and every linear of every chain is refused: " + "; ".join(f"{n}: {w}" for n, w in out.items()))  # fmt: skip
+        raise ValueError(
+            "chains=True, and every linear of every chain is refused: " + "; ".join(f"{n}: {w}" for n, w in out.items())
+        )
     return [_note_chain(site, inside, out) for site in sites], placed, notes
 
 

@@ -363,7 +363,8 @@ def to_plan_parts(
         choices = []
         for gemm in GEMMS if training else GEMMS[:1]:
             way = RECIPES[recipes[name].way].operands(gemm) if name in recipes else None
-            reason = recipes[name].reason if name in recipes else "in a chain" if name in chained else kept.get(name, "not taken")  # fmt: skip
+            reason = "in a chain" if name in chained else kept.get(name, "not taken")
+            reason = recipes[name].reason if name in recipes else reason
             choices.append(choice_of(gemm, way, reason))
         sites.append(
             SitePlan(

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from loka.mods.editor import Editor
 from loka.records.mods import ModClass
-from loka.units.flow import Flow, Unknown
+from loka.units.flow import Flow
+from loka.units.recording import Unknown
 
 
 class Projection(nn.Linear):

@@ -30,7 +30,8 @@ from loka.mods.journal import (
 from loka.nn.mixing import mix
 from loka.nn.wrapping import WRAPPER_SEGMENTS, find_holder, own_parameters, plain_name
 from loka.records.mods import ModChange, ModClass, ModLeft
-from loka.units.flow import Call, Flow, Sink, Unknown, follow, prediction_linears, record
+from loka.units.flow import Call, Flow, Sink, follow, prediction_linears
+from loka.units.recording import Unknown, record
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 Judge = Callable[[ModClass, Sequence[Step]], str | None]  # returns why one change must be undone, or None

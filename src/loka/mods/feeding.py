@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from loka.mods.norms import find_norms, refuse_norm
 from loka.nn import BlockNorm
 from loka.nn.wrapping import plain_name, unwrap
-from loka.units.flow import Call, Flow, record
+from loka.units.flow import Call, Flow
+from loka.units.recording import record
 
 NEEDS_FEEDING = ("block_norm", "no_bias")
 

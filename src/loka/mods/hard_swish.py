@@ -22,7 +22,8 @@ from loka.mods.editor import Editor
 from loka.nn import HardSigmoid, HardSwish, Sigmoid
 from loka.nn.replacing import runs_as
 from loka.records.mods import ModClass
-from loka.units.flow import Flow, Unknown
+from loka.units.flow import Flow
+from loka.units.recording import Unknown
 
 _SWISHES = ("Swish", "SiLU", "GELU", "MemoryEfficientSwish", "QuickGELU", "NewGELUActivation", "GELUActivation")
 _FUNCTIONS = ("silu", "silu_", "gelu", "gelu_", "sigmoid", "sigmoid_")

@@ -36,7 +36,8 @@ from loka.mods.editor import Editor
 from loka.mods.origins import find_origins, tell_origins
 from loka.nn.mix import compute_dtype, without_autocast
 from loka.records.mods import ModClass
-from loka.units.flow import Flow, Unknown
+from loka.units.flow import Flow
+from loka.units.recording import Unknown
 
 FEW = 4  # up to this many outputs are computed as sums, which read x once for all
 SEVERAL = 64  # linears with fewer outputs are padded here; wider ones are for low precision and `align_shapes`

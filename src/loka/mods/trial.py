@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from loka.lowp.passing import without_dropout
 from loka.records.mods import ModClass
 from loka.units.example import call_model, tensors_in
-from loka.units.flow import Flow, record
+from loka.units.flow import Flow
+from loka.units.recording import record
 from loka.units.undisturbed import set_mode, undisturbed
 
 Mode = Literal["eval", "training", "autocast"]

@@ -1,4 +1,12 @@
-"""placing: apply a plan to a model, and undo it. `loka.convert` and `loka.revert` live here."""
+"""placing: apply a plan to a model, and undo it.
+
+conversion.py   `loka.convert` and `loka.revert`; freeze a converted model for serving
+checking.py     whether what is asked for makes sense for this model
+linears.py      resolve a plan, or a recipe, to the linears of a model
+everything.py   a plan without measurements: every chain in FP8
+scales.py       save, load and calibrate remembered scales
+flops.py        the share of a model's FLOPs in low precision
+"""
 
 from loka.lowp.binding import LinearOptions
 from loka.lowp.linear import refresh

@@ -59,7 +59,9 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if problems := sorted(expected.keys() ^ state.keys()):
         where = [f"{name}: {'missing' if name in expected else 'unknown'}" for name in problems]
         hint = "hint: if a Guard switched sites, call guard.load_state_dict(...) first"
-        raise ValueError(f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}; {hint}")  # fmt: skip
+        raise ValueError(
+            f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}; {hint}"
+        )
     for name, amax in _amax_states(model):
         amax.load({part: state[f"{name}/{part}"] for part in amax.state()})
     for _, chain in chains_of(unwrap(model)):

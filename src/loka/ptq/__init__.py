@@ -3,6 +3,12 @@
 summary = loka.quantize(model, "rowwise")                     in place, by a recipe or a plan
 loka.ptq.save(model, summary, "model.safetensors")            loka.ptq.load_quantized(path) needs no original weights
 loka.ptq.export_compressed_tensors(model, summary, "folder")  for engines that read this layout
+
+quantizing.py     `loka.quantize`
+deciding.py       which sites are quantized and how: by rules, then within a measured bound
+modules.py        linears and experts that hold only FP8 weights
+checkpoint.py     save and load a quantized model; chains.py its chains; export.py the compressed-tensors layout
+distribution.py   weights and activations, layer by layer: like a language model's, or like a ranker's
 """
 
 from loka.ptq.checkpoint import load_quantized, save

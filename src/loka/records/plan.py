@@ -199,30 +199,6 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         """
         return load(path, cls)
 
-    def round_gradients_stochastically(self) -> "Plan":
-        """Return the plan with stochastic rounding of both operands in every low-precision gradient GEMM.
-
-        With rounding to nearest a weight is off to the same side in every step: a bias that training follows.
-        Stochastic rounding turns it into noise, which batches have anyway.
-
-        Returns:
-            A new plan with its own seal. Chains are unchanged.
-
-        Example:
-            >>> report.plan(min_speedup=None, chains=False).round_gradients_stochastically()
-        """
-
-        def turn(choice: Choice) -> Choice:
-            if choice.gemm == "fprop" or choice.a is None or choice.b is None:
-                return choice
-            a, b = (spec if spec.endswith(":stochastic") else f"{spec}:stochastic" for spec in (choice.a, choice.b))
-            return msgspec.structs.replace(
-                choice, a=a, b=b, reason=f"{choice.reason}; rounded stochastically, as asked"
-            )
-
-        sites = [msgspec.structs.replace(site, choices=[turn(c) for c in site.choices]) for site in self.sites]
-        return msgspec.structs.replace(self, sites=sites, seal=None)
-
     def __str__(self) -> str:
         return prose.describe(self)
 

@@ -16,6 +16,7 @@ timing.py       capture a step as it will run, compiled in a CUDA graph, and tim
 fragment.py     cut a unit out of its model, to time it by itself
 estimating.py   estimate the speed of a unit on a GPU that is not present, with an error bar
 row_fits.py     the same for a linear that runs alone, from rows of the performance database
+attempt.py      try what may fail, so that only the unit that fails is left out
 rehearsal.py    run one step with the selection; on request, train two copies and compare them
 kernels.py      judge every kernel call of a step with the conformance gate, and drop units that run a wrong one
 choosing.py     time or estimate every unit, and drop those that are not faster

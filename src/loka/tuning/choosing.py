@@ -5,7 +5,7 @@ measured afterwards, in `loka.tuning.metric`.
 """
 
 import hashlib
-import traceback
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from loka.placing import convert
 from loka.records import Interval, UnitPlan
 from loka.records.tuning import Estimate
 from loka.tuning import timing
+from loka.tuning.attempt import attempt, spell_error
 from loka.tuning.call import Call, Selection
-from loka.tuning.estimating import Estimator, Unit
+from loka.tuning.estimating import Estimator, Unit, combine_speedups, scale_rows
 from loka.tuning.fragment import capture_fragment, make_fragment
 from loka.units import place
 
@@ -37,13 +38,9 @@ def _time_units(call: Call, selection: Selection) -> None:
     offers = selection.offers = sorted(selection.offers, key=lambda o: -o.flops_share)
     for index, offer in enumerate(offers):
         call.progress("time units", index + 1, len(offers))
-        try:
-            timed = time_unit(call, offer, selection.looked)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # for example a kernel that does not compile at this shape: try the other units
-            traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-            selection.drop(offer, f"{offer.way}: it fails when it is timed: {type(error).__name__}: {error}")
+        timed = attempt(partial(time_unit, call, offer, selection.looked))
+        if isinstance(timed, Exception):  # for example a kernel that does not compile at this shape
+            selection.drop(offer, f"{offer.way}: it fails when it is timed: {spell_error(timed)}")
             continue
         if timed is None:
             continue
@@ -147,7 +144,8 @@ def _estimate_units(call: Call, estimator: Estimator, selection: Selection) -> N
         if offer.way == "chain":
             found: Interval | None = estimator.speedup(_unit_of(call, offer, selection.looked))
         else:
-            found = estimator.linear_speedup(round(site.rows * call.row_factor), site.k, site.n, offer.way, training=call.training)  # fmt: skip
+            rows = scale_rows(site.rows, call.row_factor)
+            found = estimator.linear_speedup(rows, site.k, site.n, offer.way, training=call.training)
         if found is not None:
             selection.estimates[offer.name] = found
             if found.value <= 1.0:
@@ -159,25 +157,20 @@ def estimate(call: Call, selection: Selection) -> Estimate | None:
     found, looked, offers = call.estimator, selection.looked, selection.offers
     if found is None:
         return None
-    total = None
-    if offers:
-        high = low = best = worst = 0.0
-        taken = {name: o for o in offers for name in o.unit.linears}
-        for name, site in looked.sites.items():
-            rows = max(1, round(site.rows * call.row_factor))
-            if name not in taken:
-                t16 = site.calls * found.microseconds(Unit(rows, ((site.k, site.n),), call.training))[0]
-                high, low, best, worst = high + t16, low + t16, best + t16, worst + t16
-        for offer in offers:
-            t16 = looked.sites[offer.name].calls * found.microseconds(_unit_of(call, offer, looked))[0]
-            speed = selection.estimates.get(offer.name) or found.speedup(_unit_of(call, offer, looked))
-            high, low = high + t16, low + t16 / speed.value
-            best, worst = best + t16 / speed.high, worst + t16 / speed.low
-        total = Interval(value=high / low, low=high / worst, high=high / best)
+    taken, parts = {name for o in offers for name in o.unit.linears}, list[tuple[float, Interval | None]]()
+    for name, site in looked.sites.items():
+        if name not in taken:
+            unit = Unit(scale_rows(site.rows, call.row_factor), ((site.k, site.n),), call.training)
+            parts.append((site.calls * found.microseconds(unit)[0], None))
+    for offer in offers:
+        unit = _unit_of(call, offer, looked)
+        speed = selection.estimates.get(offer.name) or found.speedup(unit)
+        parts.append((looked.sites[offer.name].calls * found.microseconds(unit)[0], speed))
+    total = combine_speedups(parts) if offers else None
     return Estimate(target=found.target, method=str(found), rows=call.row_factor, linears=total)
 
 
 def _unit_of(call: Call, offer: Offer, looked: Looked) -> Unit:
     """Return the sizes of an offer, with the rows it would have on the target device."""
-    rows = max(1, round(looked.sites[offer.name].rows * call.row_factor))
+    rows = scale_rows(looked.sites[offer.name].rows, call.row_factor)
     return Unit(rows, tuple((link.k, link.n) for link in offer.unit.links), call.training)

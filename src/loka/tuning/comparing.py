@@ -100,7 +100,9 @@ def copy_model(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in left})
 
 
-def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | None, metric: Any, told: Callable[[int], None]) -> Interval:  # fmt: skip
+def train_paired(
+    task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | None, metric: Any, told: Callable[[int], None]
+) -> Interval:
     """Train two copies of the model, one converted, with the same batches and random numbers, and compare them.
 
     They train on the first half of the batches and are compared on the held-out ones.
@@ -131,9 +133,12 @@ def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | 
         cuda = sorted({p.device.index or 0 for p in twin.model.parameters() if p.device.type == "cuda"})
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(0)
-            _train(twin, make([p for p in twin.model.parameters() if p.requires_grad]), steps, lambda done, index=index: told(index * steps + done))  # type: ignore[misc]  # fmt: skip
+            trained = [p for p in twin.model.parameters() if p.requires_grad]
+            _train(twin, make(trained), steps, lambda done, before=index * steps: told(before + done))  # type: ignore[misc]
         if all(torch.equal(a, b) for a, b in zip(before, twin.model.parameters(), strict=True)):
-            raise ValueError("train: the step does not train the model it is given; expected step(model, batch) that runs `model`")  # fmt: skip
+            raise ValueError(
+                "train: the step does not train the model it is given; expected step(model, batch) that runs `model`"
+            )
         found.append(evaluate(twin, twin.held_out, metric, as_trained=True))
     return compare(found[1], found[0], metric)
 

@@ -243,7 +243,9 @@ class ModelEstimate:
     units: dict[str, Interval]
 
 
-def estimate_model(model: nn.Module, example: Any, target: str, *, row_factor: float = 1.0, training: bool = True) -> ModelEstimate:  # fmt: skip
+def estimate_model(
+    model: nn.Module, example: Any, target: str, *, row_factor: float = 1.0, training: bool = True
+) -> ModelEstimate:
     """Estimate whether FP8 would pay off for a model, from its sizes alone, before training or converting anything.
 
     Args:
@@ -260,28 +262,40 @@ def estimate_model(model: nn.Module, example: Any, target: str, *, row_factor: f
         >>> estimate_model(model, batch, "NVIDIA H200", row_factor=16).linears
     """
     found, estimator = discover(model, example, serving=not training, linears=1), Estimator(target)
-    rows = _count_rows(model, example)
-    units = {u.name: Unit(_scale_rows(rows[u.name], row_factor), tuple((l.k, l.n) for l in u.links), training) for u in found.units}  # noqa: E741  # fmt: skip
+    rows = {name: scale_rows(count, row_factor) for name, count in _count_rows(model, example).items()}
+    units = {
+        unit.name: Unit(rows[unit.name], tuple((link.k, link.n) for link in unit.links), training)
+        for unit in found.units
+    }
     speeds = {name: estimator.speedup(unit) for name, unit in units.items()}
     faster = {name for name, speed in speeds.items() if speed.value > 1}
-    ends = dict.fromkeys(("bf16", "value", "low", "high"), 0.0)
     chained = {link.linear for unit in found.units for link in unit.links}
     for name, module in named_sites(model):
         if isinstance(module, nn.Linear) and name not in chained and name in rows:
-            units[name] = Unit(
-                _scale_rows(rows[name], row_factor), ((module.in_features, module.out_features),), training
-            )
-    for name, unit in units.items():
-        t16 = estimator.microseconds(unit)[0]
-        ends["bf16"] += t16
-        for end in ("value", "low", "high"):
-            ends[end] += t16 / getattr(speeds[name], end) if name in faster else t16
-    total = Interval(**{end: ends["bf16"] / ends[end] for end in ("value", "low", "high")})
+            units[name] = Unit(rows[name], ((module.in_features, module.out_features),), training)
+    total = combine_speedups(
+        [(estimator.microseconds(unit)[0], speeds[name] if name in faster else None) for name, unit in units.items()]
+    )
     flops = sum(unit.flops for unit in units.values()) or 1.0
     return ModelEstimate(total, sum(units[name].flops for name in faster) / flops, speeds)
 
 
-def _scale_rows(rows: int, factor: float) -> int:
+def combine_speedups(parts: Sequence[tuple[float, Interval | None]]) -> Interval:
+    """Return the speed-up of parts that run one after another.
+
+    Args:
+        parts: for each, its microseconds in 16-bit, and its speed-up; None if it stays in 16-bit.
+    """
+    before = sum(time for time, _ in parts)
+    after = {
+        end: sum(time / (1.0 if speed is None else getattr(speed, end)) for time, speed in parts)
+        for end in ("value", "low", "high")
+    }
+    return Interval(**{end: before / time for end, time in after.items()})
+
+
+def scale_rows(rows: int, factor: float) -> int:
+    """Return the rows of a call on another device, at least one."""
     return max(1, round(rows * factor))
 
 

@@ -68,7 +68,9 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
                 loss.backward()  # type: ignore[no-untyped-call]
             value = loss.detach()
             if not bool(value.isfinite()):
-                raise ValueError(f"the loss of batch {index} is {float(value)}: expected a finite number; hint: leave that batch out")  # fmt: skip
+                raise ValueError(
+                    f"the loss of batch {index} is {float(value)}: expected a finite number; hint: leave that batch out"
+                )
             for observer in observers.values():
                 observer.judge(value)
             total += float(value) / len(chosen)
@@ -161,7 +163,18 @@ class _Observer:
             largest = {"x": x.abs().amax().float(), "dy": largest_dy}
             before = {role: torch.maximum(self._largest[role], largest[role]) for role in largest}
             weight = self.module.weight.detach()
-            shown = Shown(x, dy, weight, loss, loss, count * calls, largest=largest, before=before, left=left, weighs=taken / len(x))  # fmt: skip
+            shown = Shown(
+                x,
+                dy,
+                weight,
+                loss,
+                loss,
+                count * calls,
+                largest=largest,
+                before=before,
+                left=left,
+                weighs=taken / len(x),
+            )
             for key, sums in score_look(shown, SCORED).items():
                 self._sums.setdefault(key, []).append(sums)
             self._largest = before

@@ -61,7 +61,8 @@ def verify_metric(call: Call, selection: Selection) -> None:
         call.progress("verify the metric", index + 1, len(offers) + 1)
         key = f"alone {offer.way} {digest(offer.unit)} of {base.digest}"
         try:
-            alone[offer.name] = call.evidence.get_interval(key) or call.evidence.put_interval(key, swap(call, selection, [offer]))  # fmt: skip
+            known = call.evidence.get_interval(key)
+            alone[offer.name] = known or call.evidence.put_interval(key, swap(call, selection, [offer]))
         except AnotherPathError as error:
             offers += replace_chain_by_linears(call, selection, error)
     for offer in [*selection.offers]:
@@ -114,7 +115,8 @@ def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) ->
         if _judge(call, selection, together, coarsest):
             break
         exceeded = call.margin if together.value > call.margin else selection.used
-        left.append(_drop_costliest(call, selection, max(together.high - selection.used, together.value - call.margin), exceeded))  # fmt: skip
+        excess = max(together.high - selection.used, together.value - call.margin)
+        left.append(_drop_costliest(call, selection, excess, exceeded))
     if not selection.offers:
         selection.change = None
     # linears were dropped one by one, on estimates; without the last of them, an earlier one may be affordable
@@ -145,7 +147,10 @@ def _try_again(call: Call, selection: Selection, origins: Mapping[str, Offer], n
     origin, before = origins[name], (selection.change, selection.swapped, selection.used, selection.unresolved)
     mine = [offer for offer in selection.offers if origins[offer.name] is origin]
     out = set(origin.unit.linears) - {name} - {linear for offer in mine for linear in offer.unit.linears}
-    parts = [part_of(origin, unit, selection.looked, training=call.training) for unit in split_unit(origin.unit, out)] if out else [origin]  # fmt: skip
+    parts = [origin]
+    if out:
+        units = split_unit(origin.unit, out)
+        parts = [part_of(origin, unit, selection.looked, training=call.training) for unit in units]
     try:
         together = swap_all(call, selection, [*(offer for offer in selection.offers if offer not in mine), *parts])
     except AnotherPathError:
@@ -193,7 +198,8 @@ def _split_cost(selection: Selection, offer: Offer) -> dict[str, float]:
     total = sum(harms)
     # offers that cost nothing rank after all others, the least certain first
     whole = alone.value if alone.value > 0 else 1e-6 * max(alone.high, 0.0)
-    return {site.name: whole * (harm / total if total else 1 / len(sites)) for site, harm in zip(sites, harms, strict=True)}  # fmt: skip
+    shares = [harm / total if total else 1 / len(sites) for harm in harms]
+    return {site.name: whole * share for site, share in zip(sites, shares, strict=True)}
 
 
 def note_margin(call: Call, selection: Selection) -> None:

@@ -3,7 +3,7 @@
 Units that fail, or whose run ends with a different metric, are dropped.
 """
 
-import traceback
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from loka.placing import converted
 from loka.probe.paired import spell_change
 from loka.records import Interval
 from loka.tuning import choosing
+from loka.tuning.attempt import attempt, spell_error
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import train_paired
 from loka.units.undisturbed import gradients_aside, undisturbed
@@ -43,19 +44,8 @@ def rehearse(call: Call, selection: Selection) -> None:
 
 
 def _try_step(call: Call, selection: Selection, offers: list[Offer]) -> Exception | None:
-    """Return the exception that a step raises with some offers converted, or None.
-
-    It may be of any type: Triton's errors do not share one with torch's. Errors that tell nothing about an
-    offer are re-raised: out of memory, and a failed GPU, on which nothing more can run in this process.
-    """
-    try:
-        _run_once(call, selection, offers)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-        return error
-    return None
+    """Return the exception that a step raises with some offers converted, or None."""
+    return attempt(partial(_run_once, call, selection, offers))
 
 
 def _run_once(call: Call, selection: Selection, offers: list[Offer]) -> None:
@@ -82,7 +72,7 @@ def _say_failure(call: Call, error: Exception) -> str:
     if _TWICE in str(error):
         return "the step differentiates it twice, as a gradient penalty does, which is not supported in low precision"
     step = "a training step" if call.training else "the model"
-    return f"{step} fails with it in low precision: {type(error).__name__}: {error}"
+    return f"{step} fails with it in low precision: {spell_error(error)}"
 
 
 def verify_training(call: Call, selection: Selection) -> Interval | None:

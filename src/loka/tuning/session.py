@@ -16,7 +16,6 @@ Each phase narrows the selection that the one before it left. A measurement that
 
 import gc
 import math
-import traceback
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +28,7 @@ from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
 from loka.records.tuning import TunedUnit, Tuning
 from loka.tuning import choosing, metric, rehearsal, timing, whole_step
+from loka.tuning.attempt import attempt, spell_error
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import evaluate, evaluate_averaged
 from loka.tuning.gradients import describe, verify_gradients
@@ -70,15 +70,13 @@ class Session:
         if call.untimed is not None:
             return
         with call.phase("compile the baseline"):
-            try:
-                self.original = whole_step.capture_steps(call, "bf16")
-            except timing.NotCapturedError as error:
-                call.untimed = str(error)
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
-            except Exception as error:  # if the step itself is broken, look() raises its error
-                traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-                call.untimed = f"the step cannot be compiled: {type(error).__name__}: {error}"
+            found = attempt(partial(whole_step.capture_steps, call, "bf16"))
+            if isinstance(found, timing.NotCapturedError):
+                call.untimed = str(found)
+            elif isinstance(found, Exception):  # if the step itself is broken, look() raises its error
+                call.untimed = f"the step cannot be compiled: {spell_error(found)}"
+            else:
+                self.original = found
 
     def apply_mods(self, asked: list[str]) -> list[str]:
         """Apply layout rewrites that keep the function, and the `asked` mods. Return those that changed something."""

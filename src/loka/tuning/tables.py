@@ -208,7 +208,9 @@ def _choose_gradients(task: Task, matrices: Sequence[Tensor], part: CollectivePl
             continue
         evidence = UnitEvidence(error=way.error, microseconds=_time_codec([batches[0]], way.name))
         why = f"adds {added:.3%} to the variance of gradients between batches, at most {ADDED_VARIANCE:.0%} is accepted"
-        return msgspec.structs.replace(part, codec=way.name, bytes=way.bytes, evidence=evidence, reason=why, refusals=refused)  # fmt: skip
+        return msgspec.structs.replace(
+            part, codec=way.name, bytes=way.bytes, evidence=evidence, reason=why, refusals=refused
+        )
     return msgspec.structs.replace(part, reason="sent without a codec: each adds too much variance", refusals=refused)
 
 

@@ -75,8 +75,11 @@ class Task:
             raise ValueError("got one batch; expected at least 2: choices made on one half are verified on the other")
         for index, batch in enumerate(self.kept if self.step is None else ()):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__  # fmt: skip
-                raise ValueError(f"batch {index} is {kind}, expected (inputs, target); hint: step=lambda model, batch: loss")  # fmt: skip
+                size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+                raise ValueError(
+                    f"batch {index} is {type(batch).__name__}{size}, expected (inputs, target); "
+                    "hint: step=lambda model, batch: loss"
+                )
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +122,8 @@ class Task:
         try:
             return call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs, copied=copied)
         except TypeError as error:
-            taken = "**kwargs" if isinstance(inputs, dict) else "*args" if isinstance(inputs, (tuple, list)) else "one argument"  # fmt: skip
+            several = "**kwargs" if isinstance(inputs, dict) else "*args"
+            taken = several if isinstance(inputs, (dict, tuple, list)) else "one argument"
             raise ValueError(
                 f"the inputs of a batch are a {type(inputs).__name__}, given as {taken}, and {type(model).__name__} "
                 f"fails: {error}; hint: ((inputs,), target) passes a tuple or a dict as one argument; "
@@ -172,7 +176,9 @@ class Task:
                 if torch.is_inference_mode_enabled()
                 else "the loss, or a part of the model, is computed without gradients"
             )
-            raise ValueError(f"no gradient flows from the loss to the model, so the effect of rounding errors cannot be predicted: {why}")  # fmt: skip
+            raise ValueError(
+                f"no gradient flows from the loss to the model, so the effect of rounding errors cannot be predicted: {why}"
+            )
         return loss
 
     def example(self) -> Example | None:

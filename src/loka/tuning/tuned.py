@@ -96,7 +96,12 @@ class Tuned:
         lines = [f"{self.record.model}: {self.record.verdict}", ""]
         for row, unit in zip(rows, [None, *self.record.units], strict=True):
             name, way, *numbers, why = row
-            cells = [name.ljust(widths[0]), way.ljust(widths[1]), *(n.rjust(w) for n, w in zip(numbers, widths[2:], strict=False)), why]  # fmt: skip
+            cells = [
+                name.ljust(widths[0]),
+                way.ljust(widths[1]),
+                *(n.rjust(w) for n, w in zip(numbers, widths[2:], strict=False)),
+                why,
+            ]
             lines += ["  " + "  ".join(cells), *(f"    alarm: {alarm}" for alarm in (unit.alarms if unit else ()))]
         return "\n".join([*lines, "", *(f"note: {note}" for note in self.record.notes)]).rstrip()
 

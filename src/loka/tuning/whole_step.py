@@ -3,18 +3,17 @@
 Units, and rewrites that make it slower, are dropped until it is faster.
 """
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
-
-import torch
 
 from loka.dispatch.choosing import Offer
 from loka.lowp.chain_handing import AnotherPathError
 from loka.placing import converted, freeze_model
 from loka.records import Interval
 from loka.tuning import timing
+from loka.tuning.attempt import attempt, spell_error
 from loka.tuning.call import Call, Selection
 from loka.tuning.rehearsal import replace_chain_by_linears
 from loka.units.undisturbed import put_back
@@ -60,23 +59,20 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
     if call.untimed is not None:
         return StepTimes(note=call.untimed)
     base, offered, failed = dict(original), bool(selection.offers), ""
-    try:
-        base |= capture_steps(call, LAYOUT) if selection.mods else {}
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as error:  # offers are converted on top of the mods, so these cannot be timed either
-        traceback.clear_frames(error.__traceback__)
-        failed = f"rewritten by {', '.join(selection.mods)}, the whole step fails when it is timed: {type(error).__name__}: {error}"
+    layout = attempt(partial(capture_steps, call, LAYOUT)) if selection.mods else {}
+    if isinstance(layout, Exception):  # offers are converted on top of the mods, so these cannot be timed either
+        failed = (
+            f"rewritten by {', '.join(selection.mods)}, the whole step fails when it is timed: {spell_error(layout)}"
+        )
+    else:
+        base |= layout
     tried: list[_Timed] = []
     while selection.offers and not failed:
-        try:
-            runs, times = _time_converted(call, selection, base)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:  # a failing compiler or CUDA graph capture; the 16-bit step passed both
-            traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-            failed = f"with FP8, the whole step fails when it is timed: {type(error).__name__}: {error}"
+        timed = attempt(partial(_time_converted, call, selection, base))
+        if isinstance(timed, Exception):  # a failing compiler or CUDA graph capture; the 16-bit step passed both
+            failed = f"with FP8, the whole step fails when it is timed: {spell_error(timed)}"
             break
+        runs, times = timed
         best, mine = (_fastest(times, kind) for kind in ("bf16", "loka"))
         ratio = timing.compare(times, mine, best).value
         tried.append(_Timed(ratio, selection.offers, _report(runs, times, mine, original)))
@@ -196,17 +192,14 @@ def capture_steps(call: Call, kind: str) -> dict[str, timing.Captured]:
     """
     found = {}
     for compiler in call.compilers:
-        try:
-            found[name_run(kind, compiler)] = timing.whole_step(call.task, training=call.training, compiler=compiler)
-        except (torch.OutOfMemoryError, torch.AcceleratorError, timing.NotCapturedError, AnotherPathError):
-            raise
-        except Exception as error:
-            if not compiler:
-                raise
-            traceback.clear_frames(error.__traceback__)
-            note = f"{name_run(kind, compiler)} was not timed: {type(error).__name__}: {error}"
-            if note not in call.notes:
-                call.notes.append(note)
+        raised = (timing.NotCapturedError, AnotherPathError) if compiler else (Exception,)
+        run = partial(timing.whole_step, call.task, training=call.training, compiler=compiler)
+        step = attempt(run, raised=raised)
+        if isinstance(step, Exception):
+            note = f"{name_run(kind, compiler)} was not timed: {spell_error(step)}"
+            call.notes += [note] if note not in call.notes else []
+        else:
+            found[name_run(kind, compiler)] = step
     return found
 
 
@@ -222,9 +215,11 @@ def say_compiler(name: str) -> str | None:
         >>> say_compiler("loka max-autotune")
         'this speed-up was measured with torch.compile(model, mode="max-autotune-no-cudagraphs"): compile it likewise'
     """
-    found = next((given for compiler, given in timing.COMPILERS.items() if compiler and name.endswith(f" {compiler}")), None)  # fmt: skip
-    given = ", ".join(f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in (found or {}).items())  # fmt: skip
-    return f"this speed-up was measured with torch.compile(model, {given}): compile it likewise" if given else None
+    for compiler, options in timing.COMPILERS.items():
+        if compiler and name.endswith(f" {compiler}"):
+            given = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
+            return f"this speed-up was measured with torch.compile(model, {given}): compile it likewise"
+    return None
 
 
 def _report(

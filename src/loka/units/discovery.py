@@ -168,19 +168,19 @@ def _find(searches: "list[_Search]", options: _Options) -> Discovered:
             if call.site is None or not call.linear or call.site in taken or call.site in found.alone:
                 continue
             meet = [s for s in searches if call.site in s.calls]
-            if why := next((why for s in meet if (why := s._refuse(call.site))), None):
+            if why := next((why for s in meet if (why := s.refuse(call.site))), None):
                 found.alone[call.site] = why
-                if all(s._refuse(call.site, in_chain=False) is None for s in meet):
+                if all(s.refuse(call.site, in_chain=False) is None for s in meet):
                     found.by_themselves.append(call.site)
                 continue
-            links, end = search._agree(call, others)
+            links, end = search.agree(call, others)
             taken.update(link.linear for link in links)
             single = len(links) == 1 and links[0].activation == "none" and links[0].norm == "none"
             if single and not 0 < options.linears <= min(links[0].k, links[0].n):
                 found.alone[call.site] = f"stands alone: {end}"
             else:
-                bounded = all(s._is_bounded(one) for s in meet for one in s.calls[call.site])
-                found.units.append(_make_unit(links, bounded, search._find_around(links, bounded), options))
+                bounded = all(s.is_bounded(one) for s in meet for one in s.calls[call.site])
+                found.units.append(_make_unit(links, bounded, search.find_around(links, bounded), options))
                 found.ends[links[-1].linear] = end
     return found
 
@@ -207,9 +207,9 @@ class _Search:
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
         self.tied = {key for key, count in counts.items() if count > 1}
 
-    def _agree(self, call: Call, others: "list[_Search]") -> tuple[list[LinkPlan], str]:
+    def agree(self, call: Call, others: "list[_Search]") -> tuple[list[LinkPlan], str]:
         """Return the chain that starts at a linear, as far as all modes and paths agree on it, and why it ends."""
-        links, end = self._walk(call)
+        links, end = self.walk(call)
         for other in others:
             theirs = other.calls.get(call.site or "", [])
             if not theirs:  # this path does not call the linear, but may call a later one of the chain
@@ -218,7 +218,7 @@ class _Search:
                     end = f"{links[at].linear} is called without it on another path"
                     links = [*links[: at - 1], links[at - 1].as_last()]
                 continue
-            seen, why = other._walk(theirs[0]) if len(theirs) == 1 else ([], f"it is called {len(theirs)} times")
+            seen, why = other.walk(theirs[0]) if len(theirs) == 1 else ([], f"it is called {len(theirs)} times")
             same = 0
             while same < min(len(links), len(seen)) and _agree_but_for_calls(links[same], seen[same]):
                 links[same] = seen[same]
@@ -234,7 +234,7 @@ class _Search:
             end = f"{'on another path' if other.path.training == self.path.training else 'in training'}: {why}"
         return links, end
 
-    def _refuse(self, site: str, *, in_chain: bool = True) -> str | None:
+    def refuse(self, site: str, *, in_chain: bool = True) -> str | None:
         """Return why a linear cannot be in a chain or, with `in_chain=False`, cannot be converted individually."""
         module = self.modules[site]
         if reason := refuse(module):
@@ -267,7 +267,7 @@ class _Search:
         """Check whether the forward reads, or writes, a module's parameters: a chain reads all of them at its start."""
         return bool({f"{site}.weight", f"{site}.bias"} & self.flow.outside_reads)
 
-    def _walk(self, call: Call) -> tuple[list[LinkPlan], str]:
+    def walk(self, call: Call) -> tuple[list[LinkPlan], str]:
         """Follow one linear to the end of its chain."""
         links: list[LinkPlan] = []
         while True:
@@ -292,33 +292,39 @@ class _Search:
             if len(readers) != 1 or readers[0].inputs.count(value) != 1:
                 return state.link(), None, f"its output is read by {len(readers)} operations"
             reader = readers[0]
-            if watched := _find_between(self.watched, call, reader):
-                return state.link(), None, f"{watched} has hooks that would see other tensors"
-            if part := _find_between(self.path.held, call, reader):
-                return state.link(), None, f"{part} is a part of another model too, a {self.path.held[part]}, which calls it without this"  # fmt: skip
-            if reader.in_function != call.in_function:
-                return (
-                    state.link(),
-                    None,
-                    (
-                        f"{reader.site or reader.op} follows it across the border of an autograd function, "
-                        "such as a reentrant checkpoint"
-                    ),
-                )
-            if reader.site is not None and reader.linear and reader.inputs == (value,):
-                if why := self._refuse(reader.site):
-                    return state.link(), None, f"{reader.site}: {why}"
-                types = [self.flow.dtypes[one.outputs[0]] for one in (call, reader)]
-                if types[0] != types[1]:  # a chain has one
-                    return (
-                        state.link(),
-                        None,
-                        f"{reader.site} computes in {types[1]}, it in {types[0]}: autocast begins or ends between them",
-                    )
+            if why := self._refuse_reader(call, reader, value):
+                return state.link(), None, why
+            if self._is_next(reader, value):
                 return state.link(), reader, ""
             if why := self._take(reader, value, state):
                 return state.link(), None, why
             value = reader.outputs[0]
+
+    @staticmethod
+    def _is_next(reader: Call, value: int) -> bool:
+        """Check whether a call is a linear that reads the value and nothing else."""
+        return reader.site is not None and reader.linear and reader.inputs == (value,)
+
+    def _refuse_reader(self, call: Call, reader: Call, value: int) -> str | None:
+        """Return why the only call that reads a value cannot be in the chain of the linear `call`, whatever it is."""
+        if watched := _find_between(self.watched, call, reader):
+            return f"{watched} has hooks that would see other tensors"
+        if part := _find_between(self.path.held, call, reader):
+            return f"{part} is a part of another model too, a {self.path.held[part]}, which calls it without this"
+        if reader.in_function != call.in_function:
+            return (
+                f"{reader.site or reader.op} follows it across the border of an autograd function, "
+                "such as a reentrant checkpoint"
+            )
+        if not self._is_next(reader, value):
+            return None
+        assert reader.site is not None
+        if why := self.refuse(reader.site):
+            return f"{reader.site}: {why}"
+        mine, theirs = (self.flow.dtypes[one.outputs[0]] for one in (call, reader))
+        if mine != theirs:  # a chain has one
+            return f"{reader.site} computes in {theirs}, it in {mine}: autocast begins or ends between them"
+        return None
 
     def _take(self, reader: Call, value: int, state: Following) -> str | None:
         """Add a norm, an activation or a dropout to the link, or return why this is not possible."""
@@ -348,7 +354,7 @@ class _Search:
             return f"{where} ({type(module).__name__}) {what}"
         return state.take(reader.site, module, serving=self.serving, caller=reader.inside if again else None)
 
-    def _find_around(self, links: list[LinkPlan], bounded: bool) -> str | None:
+    def find_around(self, links: list[LinkPlan], bounded: bool) -> str | None:
         """Return the name of the layer whose interactions can be fused around a chain, if there is one."""
         linears = [self.modules[link.linear] for link in links]
         for name, module in self.modules.items():
@@ -356,7 +362,7 @@ class _Search:
                 return None if refuse_interaction(module, linears, bounded_input=bounded) else name
         return None
 
-    def _is_bounded(self, call: Call) -> bool:
+    def is_bounded(self, call: Call) -> bool:
         """Check whether the input comes from a BlockNorm, with at most reshapes and activations in between."""
         makers = self.flow.makers
         at = makers.get(call.inputs[0])

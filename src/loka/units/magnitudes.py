@@ -37,9 +37,7 @@ class Seen:
 
     def __init__(self, units: Sequence[UnitPlan]) -> None:
         self._units = list(units)
-        self._output: dict[str, Tensor] = {}
-        self._gradient: dict[str, Tensor] = {}
-        self._input: dict[str, Tensor] = {}
+        self._seen: dict[tuple[str, str], Tensor] = {}  # by linear and role: output, gradient or input
 
     def units(self, headroom: float = 1.0) -> list[UnitPlan]:
         """Return the units with the magnitudes of their linears; a linear that was not called has none.
@@ -50,35 +48,20 @@ class Seen:
         return [msgspec.structs.replace(unit, magnitudes=self._magnitudes(unit, headroom)) for unit in self._units]
 
     def _magnitudes(self, unit: UnitPlan, headroom: float) -> dict[str, Magnitude]:
-        def read(table: dict[str, Tensor], name: str) -> float:
-            return headroom * float(table[name]) if name in table else 0.0
-
+        called = (name for name in unit.linears if (name, "output") in self._seen)
+        roles = ("output", "gradient", "input")
         return {
-            name: Magnitude(
-                output=read(self._output, name), gradient=read(self._gradient, name), input=read(self._input, name)
-            )
-            for name in unit.linears
-            if name in self._output
+            name: Magnitude(**{role: headroom * float(self._seen.get((name, role), 0.0)) for role in roles})
+            for name in called
         }
 
-    def note_output(self, name: str, value: Tensor) -> None:
-        """Raise the magnitude of a linear's output."""
-        _update_amax(self._output, name, value)
-
-    def note_input(self, name: str, value: Tensor) -> None:
-        """Raise the magnitude of a linear's input."""
-        _update_amax(self._input, name, value)
-
-    def note_gradient(self, name: str, value: Tensor) -> None:
-        """Raise the magnitude of the gradient of a linear's output."""
-        _update_amax(self._gradient, name, value)
-
-
-def _update_amax(table: dict[str, Tensor], name: str, value: Tensor) -> None:
-    if value.numel() == 0:
-        return
-    largest = value.detach().abs().nan_to_num(nan=0.0, posinf=0.0).amax().float()
-    table[name] = torch.maximum(table[name], largest) if name in table else largest
+    def note(self, name: str, role: str, value: Tensor) -> None:
+        """Raise the magnitude of a linear's "output", of its "gradient", or of its "input"."""
+        if value.numel() == 0:
+            return
+        largest = value.detach().abs().nan_to_num(nan=0.0, posinf=0.0).amax().float()
+        before = self._seen.get((name, role))
+        self._seen[name, role] = largest if before is None else torch.maximum(before, largest)
 
 
 @contextmanager
@@ -122,14 +105,14 @@ def _last_passed(link: LinkPlan) -> str | None:
 
 def _watch_linear(seen: Seen, link: LinkPlan) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        seen.note_input(link.linear, args[0] if args else kwargs["input"])
+        seen.note(link.linear, "input", args[0] if args else kwargs["input"])
         if _last_passed(link) is None:
-            seen.note_output(link.linear, output)
+            seen.note(link.linear, "output", output)
         if output.requires_grad:
-            output.register_hook(lambda gradient: seen.note_gradient(link.linear, gradient))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda gradient: seen.note(link.linear, "gradient", gradient))  # type: ignore[no-untyped-call]
 
     return hook
 
 
 def _watch_handed(seen: Seen, link: LinkPlan) -> Any:
-    return lambda module, inputs, output: seen.note_output(link.linear, output)
+    return lambda module, inputs, output: seen.note(link.linear, "output", output)

@@ -18,7 +18,8 @@ from torch import nn
 
 from loka.nn.wrapping import is_scripted, named_sites
 from loka.units.example import Steps
-from loka.units.flow import Flow, Unknown, record, record_steps
+from loka.units.flow import Flow
+from loka.units.recording import Unknown, record, record_steps
 from loka.units.undisturbed import keep_randomness, ordinary_encoders, set_mode, undisturbed
 
 MOST = 16  # the maximum number of recorded paths; a chain raises if the model takes a different one later

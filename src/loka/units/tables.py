@@ -13,6 +13,7 @@ after placing a plan with tables.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from loka.kernels.embedding_bag import Rows, parse_rows
@@ -25,8 +26,6 @@ _ORIGINALS = "_loka_tables"  # attribute of a model: the modules that placed tab
 
 def row_bytes(rows: str, count: int, width: int) -> int:
     """Return the bytes of `count` rows of a width in a row format (e.g. `int8:row`), scales included."""
-    import torch
-
     parse_rows(rows)
     return count * Rows.of(torch.zeros(1, width), rows).bytes
 
@@ -100,7 +99,9 @@ def refuse_tables(model: nn.Module, tables: Iterable[TablePlan]) -> list[str]:
             continue
         shape = module.num_embeddings, module.embedding_dim
         if shape != (table.count, table.width):
-            problems.append(f"{table.name}: the plan is for {table.count} x {table.width}, the table is {shape[0]} x {shape[1]}")  # fmt: skip
+            problems.append(
+                f"{table.name}: the plan is for {table.count} x {table.width}, the table is {shape[0]} x {shape[1]}"
+            )
         if isinstance(module, Table):
             if module.kind != table.rows:
                 problems.append(f"{table.name}: has rows of {module.kind} already, the plan says {table.rows}")
