@@ -4,7 +4,7 @@
     python docs/generate.py --check    exit with 1 if one of them is out of date
 
 This file assigns tables to pages; `docs/tables` builds the tables. A marked block begins with `<!-- NAME: written by docs/generate.py from RECORDS -->`, where NAME is one of `BLOCKS`, and ends with
-`<!-- end of numbers -->`. It may be in README.md or in any page of the manual.
+`<!-- end of numbers -->`. It may be in README.md or in any page of the manual. RECORDS are written, too: what the table has read.
 """
 
 import os
@@ -27,7 +27,7 @@ from tables import (
     trained,
     zoo,
 )
-from tables.results import table
+from tables.results import make_with_records, table
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS: dict[str, Callable[[], str | None]] = {
@@ -49,76 +49,74 @@ BLOCKS: dict[str, Callable[[], str | None]] = {
     "loss_single": scale.single_table,
     "loss_movielens": scale.movielens_table,
 }
-MARKED = re.compile(
-    r"(<!-- (\w+): written by docs/generate\.py from [^>]* -->)\n.*?\n(<!-- end of numbers -->)", re.DOTALL
-)
+MARKED = re.compile(r"<!-- (\w+): written by docs/generate\.py from [^>]* -->\n.*?\n<!-- end of numbers -->", re.DOTALL)
 
 SECTIONS = (
-    ("Unmodified PyTorch models", "zoo_training_modes_1.json, zoo_training_modes_2.json, zoo_dlrm_train.json, zoo_inference.json, zoo_wukong_train.json, zoo_wukong_infer.json", zoo.zoo_table,
+    ("Unmodified PyTorch models", zoo.zoo_table,
      "Plain PyTorch: whole training step with AdamW, or inference, in CUDA graphs with static shapes, measured alternately on one H200. \"Our layout\" is bf16 with only the rewrites that keep the function; it separates their gain from that of FP8."),
-    ("Modified architectures, and models of this package", "zoo_tower_cross.json, zoo_wukong_infer.json, zoo_mods_train.json, zoo_families.json, zoo_hstu.json", zoo.changed_table,
+    ("Modified architectures, and models of this package", zoo.changed_table,
      "Mods (no biases, BlockNorm, hard swish) change the function, so the model must be trained with them; the baseline is the unmodified model in bf16. InterFormer and HSTU are compared with their own bf16 code at commit 1ed489d. The column \"bf16, with the changes\" is bf16 with the same mods, and for the latter two includes later bf16 improvements (attention that skips padding, rotary angles from a table)."),
-    ("Further models, everything in FP8", "zoo_more_1.json to zoo_more_5.json", zoo.more_table,
+    ("Further models, everything in FP8", zoo.more_table,
      "Ten more models in common implementations (`benchmarks/zoo_more.py`). Every chain and every linear of width 256 or more runs in FP8, whether that is faster or not; `tune` would leave out what is slower. Default compile mode for all, one run for every five models. "
      "The rows come from three states of the code. MMoE, progressive layered extraction and MaskNet in inference are the newest: gates compile to sums and an input that several layers read is quantized once, which is most of the gain of the first two. The gated cross network, two towers, DeepFM and the behaviour sequence transformer are one state older. The rest predates dropout inside chains and folded batch norms."),
-    ("One call of tune", "tune_zoo_fresh.json, tune_zoo_plain.json, tune_zoo_encoder.json, tune_zoo.json, tune_zoo_serve.json, tune_zoo_wukong.json, tune_zoo_more.json, tune_zoo_small.json, tune_zoo_ungraphed.json, trained_plain.json, trained_wukong.json, trained.json", zoo.tune_table,
+    ("One call of tune", zoo.tune_table,
      "The same models, trained for 500 steps on labels of a fixed teacher, or for a third of a training run on real data (Census-Income), then tuned on batches they had not seen. Each row gives speed and loss of one configuration. "
-     "The step is forward and backward without an optimizer. The encoder had hardly learned, and tune reported that. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
-    ("Saved plans in fresh processes", "tune_zoo_fresh.json, tune_zoo_dlrm.json", zoo.fresh_table,
+     "The step is forward and backward without an optimizer. With `cuda_graph=False` tune gives the DLRM only the layout and no FP8: launching its kernels takes longer than running them."),
+    ("Saved plans in fresh processes", zoo.fresh_table,
      "The plan of a call of `tune`, loaded in another process and converted there. By hand: every chain and wide linear in FP8 with `placing.plan_everything`, or bf16, whichever step is faster; it may cost more of the loss than `tune` accepts."),
-    ("Fast and loss-neutral in one configuration", "trained_plain.json, trained_wukong.json, trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
+    ("Fast and loss-neutral in one configuration", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, paired by seed. The trained configurations are the ones that were timed (whole step with AdamW, CUDA graph, no other work on the GPU; only InterFormer's was timed beside other work, so that its ratio counts and its milliseconds do not: 8.9 when alone). Pairs of numbers are ours / baseline."),
-    ("Where naive FP8 hurts", "hurts.json, hurts_usual.json, hurts_wide.json", trained.hurts_table,
+    ("Where naive FP8 hurts", trained.hurts_table,
      "Raw features, Adam at four times the usual learning rate (0.004) and at the usual one (0.001), no annealing, no dropout. The test loss is the median over ten evaluations in each half of the run. Naive is torchao tensorwise for every linear that torchao accepts. Wide intervals come from bf16 itself, which differs that much between seeds: at 0.004 most bf16 runs on the synthetic stream stop learning in the later half and predict a constant."),
-    ("Models of this package", "fp8_models.json", models.models_table,
+    ("Models of this package", models.models_table,
      "Step time of whole models, all compiled. Every speed-up is over the model's bf16 case."),
-    ("One fused layer", "fused_linear.json, fused_linear_training.json", kernels.fused_table,
+    ("One fused layer", kernels.fused_table,
      "GEMM, BlockNorm-256, hard swish and FP8 output in one kernel, compared with compiled bf16 linear, RMSNorm and SiLU."),
-    ("From which size FP8 pays", "dispatch/rows.json", kernels.size_table,
+    ("From which size FP8 pays", kernels.size_table,
      "The GEMM of one linear including the quantization of both operands, with the best of all recipes and kernels, smallest product first. Below 1.00x FP8 is slower. "
      "bf16 itself is slow where K or N is not a multiple of 16. Quantization costs less when it is fused into the previous layer or when weights are quantized once per step: see the layers and models above."),
-    ("Attention over padded histories", "masked_attention.json", kernels.masked_table,
+    ("Attention over padded histories", kernels.masked_table,
      "`kernels/masked_attention` in bf16, compared with torch's scaled_dot_product_attention with the same mask. If there are as many queries as keys, queries beyond the end of a history are not computed."),
-    ("Attention in FP8", "attention_fp8.json", kernels.attention_fp8_table,
+    ("Attention in FP8", kernels.attention_fp8_table,
      "Both products of attention in E4M3 (`benchmarks/attention_fp8.py`), compared with our bf16 kernels, in inference. HSTU and the masked attention are prototypes: queries are rounded inside the kernel, keys and values by a kernel of their own, with known scales. With that kernel only long histories of HSTU gain, so the library keeps bf16 there. "
      "In the engine the context is rounded once for 42 calls; `context_cache=\"e4m3\"` turns it on."),
-    ("Exported packages", "export_zoo.json, export_zoo_wukong.json", kernels.package_table,
+    ("Exported packages", kernels.package_table,
      "A frozen model as an AOTInductor package, compared with the same model compiled, both without a CUDA graph. A package launches its kernels without Python. The results of a deep FP8 model move if its inputs are rounded differently, here by more than the package differs."),
-    ("Embedding rows in 8 bits", "tables.json", kernels.rows_table,
+    ("Embedding rows in 8 bits", kernels.rows_table,
      "Lookups of 65,536 bags of 20 items in 10 million rows, and the fused update of a step (rowwise Adagrad, stochastic rounding, duplicates summed first). In brackets: lookups over bf16 rows, updates over float32 rows. By Zipf's law one row has 6 % of all items, and most lookups are answered by the cache."),
-    ("Packing for collectives", "wire.json", kernels.wire_table,
+    ("Packing for collectives", kernels.wire_table,
      "134 million elements into bytes with their scales inline, as all-to-all, all-gather and reduce-scatter send them, and back. The copy is a kernel that reads and writes as many bytes in all; packing reads more of them than it writes, which is why it can be above 100 %."),
-    ("The choice of kernels", "dispatch/dispatch.json", kernels.dispatch_table,
+    ("The choice of kernels", kernels.dispatch_table,
      "Time of the kernels chosen by a plan from database rows, relative to the fastest kernel available."),
-    ("scaled_mm", "scaled_mm.json", lambda: kernels.bench_table("h200/scaled_mm.json"), "The GEMM alone, without quantization."),
-    ("Quantizers", "quantizers.json", kernels.quantizers_table,
+    ("scaled_mm", lambda: kernels.bench_table("h200/scaled_mm.json"), "The GEMM alone, without quantization."),
+    ("Quantizers", kernels.quantizers_table,
      "16-bit matrices of random shapes (64 to 32,768 rows; 256 to 8,192 columns, a third of them odd numbers) to FP8, and on request their transposes: the share of the bandwidth of a kernel that copies the bytes the math needs, "
      "which are x once, or twice where a scale depends on all of it, and every result once. \"Small\" matrices have less than 8 million elements; a copy of them takes 2 to 8 us, about as long as a launch, and scales that depend on all of x take a second one."),
-    ("What a probe costs", "probe_overhead.json", kernels.probe_table, "Statistics of every linear, including gradients, on one step in 100."),
-    ("The kernels of generation", "generative_kernels.json", lambda: kernels.bench_table("h200/generative_kernels.json"),
+    ("What a probe costs", kernels.probe_table, "Statistics of every linear, including gradients, on one step in 100."),
+    ("The kernels of generation", lambda: kernels.bench_table("h200/generative_kernels.json"),
      "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context. The record has every tile that was tried."),
-    ("The generative engine", "onerec_engine.json, onerec_engine_3000.json", generative.engine_table,
+    ("The generative engine", generative.engine_table,
      "One batch through OneRec's beam search. Weights are random: this measures speed, not quality."),
-    ("Served under a deadline", "serving_generative.json, serving_generative_3000.json, serving_ranker.json", serving.serving_table,
+    ("Served under a deadline", serving.serving_table,
      "One process runs our scheduler and the engine; HTTP is in the same process (OneRec) or in eight front processes (rankers, `loka serve --fronts 8`). Another process, four for rankers, sends HTTP requests in an open loop at 1.5 times the rate that the engine sustains, or at 60 % of that, whichever gave more answers in time; the first 0.3 s to a ranker are not counted. Answers equal those of the engine alone, bit for bit. "
      "Weights are random: this measures speed."),
-    ("FP8 in trained generative models", "onerec_quality.json", generative.generative_quality_table,
+    ("FP8 in trained generative models", generative.generative_quality_table,
      "OneRec, dense and with experts, trained on three data sets, then served by the engine in bf16, fp16 and FP8: FP8 compared with bf16, paired by user, margin 1 %. "
      "One data set has too few users to resolve 1 % of recall. The last row is the mean of all changes, weighted by their precision."),
-    ("FP8 in a OneRec with wide experts", "onerec_wide.json", generative.wide_table,
+    ("FP8 in a OneRec with wide experts", generative.wide_table,
      "512 wide, eight experts of 1,408 and a shared one, trained on one H200: the published recipe (1x128 and 128x128 in experts) and ours (gate and up per row), FP8 compared with bf16, paired by user, margin 1 %."),
-    ("Mods: the ablation", "ablation.json", ablation.ablation_table,
+    ("Mods: the ablation", ablation.ablation_table,
      "Wukong unmodified and with each core mod, trained in bf16, naive FP8 (one scale per tensor, every linear) and planned FP8; all cells of a seed have the same weights and batches. "
      "Intervals are Student's t over seeds. The margin is 0.1 % of the log loss."),
-    ("Mods: the latency of the same grid", "ablation_latency.json", ablation.latency_table,
+    ("Mods: the latency of the same grid", ablation.latency_table,
      "Speed-ups are over the unmodified tower in bf16. Naive FP8 is tensorwise. A plan chooses tensorwise or rowwise for each GEMM, or the whole tower fused, which needs BlockNorm."),
-    ("Trained in FP8, linear by linear", "ablation.json", ablation.loss_table,
+    ("Trained in FP8, linear by linear", ablation.loss_table,
      "Wukong on three data sets, trained in bf16 and in FP8 from the same weights on the same batches, paired by seed. Measured before chains existed. \"Naive\" is one scale per tensor everywhere. Probe, as it judged then, found that safe in these models, so both rows are the same recipe."),
-    ("The demo", "../cpu/demo.json, ../cpu/demo_seed1.json to ../cpu/demo_seed7.json", models.demo_table,
+    ("The demo", models.demo_table,
      "A Wukong of 2.2 M parameters on Complete Journey (a year of grocery baskets, 320,000 training examples), continued from one checkpoint in several ways, on a CPU: change of the test log loss compared with float32. Intervals are over test households. They do not contain the noise of training, which the control shows."),
-    ("The demo on a GPU", "demo.json", models.gpu_demo_table,
+    ("The demo on a GPU", models.gpu_demo_table,
      "`loka demo --device cuda`: a DLRM with an over arch of 4,096-4,096-4,096-2,048 on the same data, batches of 8,192, 120 steps before and 40 after the fork, 88 s in total. The step is timed too."),
-    ("Quality of the models in high precision", "quality.json", models.quality_table, "Compared with popularity, Markov chains and logistic regression."),
+    ("Quality of the models in high precision", models.quality_table, "Compared with popularity, Markov chains and logistic regression."),
 )  # fmt: skip
 
 
@@ -127,20 +125,13 @@ def write_measured() -> str:
     parts = [
         "# Numbers",
         "",
-        "Written by `docs/generate.py` from the records in `benchmarks/results`; a test checks that this page matches them. Hardware, versions, "
+        "Written by `docs/generate.py` from the records in `benchmarks/results`, which each section names; a test checks that this page matches them. Hardware, versions, "
         "commits and commands are in the records. What was slow or failed is in `NOTES.md`. Intervals are 95 %. Differences in speed under 3 % are noise.",
     ]
-    for title, source, make, text in SECTIONS:
-        made = make()
+    for title, make, text in SECTIONS:
+        made, records = make_with_records(make)
         if made is not None:
-            parts += [
-                "",
-                f"## {title}",
-                "",
-                f"{text} From `benchmarks/results/h200/{source}`." if "," not in source else f"{text} From {source}.",
-                "",
-                made,
-            ]
+            parts += ["", f"## {title}", "", f"{text} From {', '.join(f'`{name}`' for name in records)}.", "", made]
     return "\n".join(parts) + "\n"
 
 
@@ -163,12 +154,13 @@ def write_blocks(text: str, folder: Path) -> str:
     """Return a page, which lies in `folder`, with its marked blocks regenerated. A block whose records are not there stays as it is."""
 
     def write(found: re.Match[str]) -> str:
-        begin, name, end = found.groups()
-        made = BLOCKS[name]()
+        name = found[1]
+        made, records = make_with_records(BLOCKS[name])
         if made is None:
             return found[0]
+        begin = f"<!-- {name}: written by docs/generate.py from {', '.join(records)} -->"
         measured = os.path.relpath(ROOT / "docs" / "measured.md", folder)
-        return f"{begin}\n\n{made.replace('MEASURED', measured)}\n\n{end}"
+        return f"{begin}\n\n{made.replace('MEASURED', measured)}\n\n<!-- end of numbers -->"
 
     return MARKED.sub(write, text)
 

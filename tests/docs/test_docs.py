@@ -38,12 +38,24 @@ def test_generated_pages_are_in_step(generate: ModuleType) -> None:
 
 def test_every_block_is_used_and_every_marker_is_a_block(generate: ModuleType) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert {name for _, name, _ in generate.MARKED.findall(text)} == generate.BLOCKS.keys()
+    assert set(generate.MARKED.findall(text)) == generate.BLOCKS.keys()
     assert (
         len(generate.MARKED.findall(text))
         == text.count("written by docs/generate.py from")
         == text.count("<!-- end of")
     )
+
+
+def test_pages_name_the_records_that_were_read(generate: ModuleType) -> None:
+    """A page once named a record that had never been made."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"\b(?:h200|cpu)/[\w/-]+\.json\b", text))
+    assert "h200/trained_plain.json" in named
+    assert [name for name in sorted(named) if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+    made, records = generate.make_with_records(
+        lambda: str(generate.zoo.read("cpu/demo.json") and generate.zoo.read("h200/none.json"))
+    )
+    assert (made, records) == ("None", ["cpu/demo.json"])
 
 
 def test_a_table_without_its_record_is_left_out(generate: ModuleType) -> None:
