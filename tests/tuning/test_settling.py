@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from loka.dispatch.choosing import Chosen, Looked, Offer, SiteLook, single
+from loka.placing.judging import Judge
 from loka.records import Interval
 from loka.tuning import metric, session, whole_step
 from loka.tuning.call import Call, Selection
@@ -75,7 +76,7 @@ def settle(call: Any, selection: Selection, slow: set[str], monkeypatch: pytest.
     mine = session.Session.__new__(session.Session)
     mine.call, mine.original = call, {}
     mine._verified = {describe(offer) for offer in selection.offers}  # their gradients and kernels are other tests'
-    mine._sound, mine._judged = set(mine._verified), {}
+    mine._sound, mine._judge = set(mine._verified), Judge("cpu")
     return mine._settle(selection), timed
 
 
