@@ -11,8 +11,11 @@ from torch import Tensor
 
 from kernels.interpreter import run_interpreted
 from loka.kernels import BACKENDS, registry
+from loka.kernels.masked_attention.call import MaskedAttentionCall
 from loka.measure import bench
 from loka.measure.adapter import ADAPTERS, adapter_for
+from loka.measure.gate import judge_backend
+from loka.measure.masked import NAMES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
@@ -141,6 +144,75 @@ def test_a_wrong_result_is_red(op: str, variant: str, change: Callable[[Tensor],
         return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
     assert not adapter.check(Wrong(op, spoil), call, operands)
+
+
+class Rounding(torch.autograd.Function):
+    """Attention as a fused kernel rounds it: weights, their gradients, and the result from which delta is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        w = (q.float() @ k.float().mT * scale).masked_fill(~mask[:, None, None, :], -torch.inf).softmax(-1)
+        out = torch.where(mask[:, None, :, None], (w.to(q.dtype).float() @ v.float()), 0.0).to(q.dtype)
+        ctx.save_for_backward(q, k, v, w, out, mask)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, w, out, mask = ctx.saved_tensors
+        g = torch.where(mask[:, None, :, None], grads[0], 0.0).float()
+        delta = (g * out.float()).sum(-1, keepdim=True)
+        ds = (w * (g @ v.float().mT - delta)).to(q.dtype).float()
+        dv = w.to(q.dtype).float().mT @ g
+        found = (ds @ k.float() * ctx.scale, ds.mT @ q.float() * ctx.scale, dv)
+        return *(t.to(q.dtype) for t in found), None, None
+
+
+class Rounded:
+    """A backend of masked attention in 16 bits, with a fault in one of its gradients on request."""
+
+    def __init__(self, fault: Callable[[str, Tensor], Tensor] | None = None) -> None:
+        self.fault = fault
+
+    def supports(self, call: Any, device: torch.device) -> Any:
+        return registry.backend("masked_attention", "reference").supports(call, device)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor, *, scale: float) -> Tensor:
+        if self.fault is not None:
+            for name, leaf in zip("qkv", (q, k, v), strict=True):
+                leaf.register_hook(lambda grad, name=name: self.fault(name, grad))  # type: ignore[misc]
+        return Rounding.apply(q, k, v, mask, scale)
+
+
+@pytest.mark.parametrize("variant", ["32|gradient|bfloat16", "64|even|gradient|bfloat16", "16|gradient|float16"])
+def test_gradients_that_nearly_cancel_are_no_fault(variant: str) -> None:
+    """With outliers a query attends to one key alone: its gradient is a small difference, off by 2 % for the rounding of `out`."""
+    (call,) = adapter_for("masked_attention").calls([(5, 2, 90)], [variant])
+    verdict = judge_backend("masked_attention", Rounded(), call, CPU)
+    assert verdict, verdict.reason
+    assert verdict.error < 0.5  # of what a single check allows
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", [beyond, one_slice, lambda out: out * 1.05], ids=["beyond", "slice", "all"])
+def test_wrong_gradients_of_attention_are_red(name: str, change: Callable[[Tensor], Tensor]) -> None:
+    (call,) = adapter_for("masked_attention").calls([(5, 2, 90)], ["32|gradient|bfloat16"])
+    wrong = Rounded(lambda leaf, grad: change(grad) if leaf == name else grad)
+    verdict = judge_backend("masked_attention", wrong, call, CPU)
+    assert f"d{name}" in verdict.reason
+
+
+def test_attention_of_a_model_is_judged_with_its_own_queries_and_heads() -> None:
+    adapter = adapter_for("masked_attention")
+    call = adapter.adopt(MaskedAttentionCall(rows=3, queries=2, keys=40, heads=6, shared=3, d=16))
+    operands = adapter.operands(call, seed=3, distribution="normal", device=CPU)
+    assert operands.q.shape == operands.dy.shape == (3, 6, 2, 16)
+    assert operands.k.shape == operands.v.shape == (3, 3, 40, 16)
+    assert operands.wanted is None
+    for gradient in (False, True):
+        law = registry.backend("masked_attention", "reference")
+        verdict = adapter.check(law, replace(call, gradient=gradient), operands)
+        assert verdict, verdict.reason
 
 
 @pytest.mark.parametrize("change", [beyond, one_slice, lambda out: out * 1.05], ids=["beyond", "slice", "all"])

@@ -21,11 +21,32 @@ from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
 TINY = 1e-300
 
 
-def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "result", slices: bool = True) -> Conformance:
+def judge_near(
+    out: Tensor,
+    exact: Tensor,
+    allowed: float,
+    *,
+    what: str = "result",
+    slices: bool = True,
+    size: Tensor | None = None,
+) -> Conformance:
     """Judge a result that was rounded more than once, by relative L2 error.
 
-    `slices`: check each entry of the first dimension too, since a wrong one is invisible in the whole. A slice may
-    have eight times the allowed error, relative to its own size plus a thousandth of the typical one.
+    Args:
+        out: the result.
+        exact: the exact one, in float64.
+        allowed: the largest relative error.
+        what: the result's name, for the reason.
+        slices: check each entry of the first dimension too, since a wrong one is invisible in the whole. A slice may
+            have eight times the allowed error, relative to its own size plus a thousandth of the typical one.
+        size: what errors are relative to, if the result is a sum of terms that may cancel; default: `exact`.
+
+    Returns:
+        The verdict.
+
+    Example:
+        >>> judge_near(torch.ones(4), torch.ones(4).double(), 1e-3).ok
+        True
     """
     if out.shape != exact.shape:
         return Conformance.failed(f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}", allowed)
@@ -34,9 +55,10 @@ def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "resul
     error = out.double() - exact
     if not error.isfinite().all():
         return Conformance.failed(f"{what}: {int((~error.isfinite()).sum())} elements are not finite", allowed)
-    worst, where = float(error.norm() / exact.norm().clamp(min=TINY)), "the whole"
+    size = exact if size is None else size
+    worst, where = float(error.norm() / size.norm().clamp(min=TINY)), "the whole"
     if slices:
-        sizes = exact.flatten(1).norm(dim=1) if exact.dim() > 1 else exact.abs()
+        sizes = size.flatten(1).norm(dim=1) if size.dim() > 1 else size.abs()
         errors = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs()
         ratios = errors / (sizes + 1e-3 * sizes.square().mean().sqrt()).clamp(min=TINY) / ELEMENT_ALLOWANCE
         index = int(ratios.argmax())
