@@ -1,17 +1,20 @@
 """The benchmark's views of the fused ops: they accept the reference, notice what is wrong, and count what must move."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from loka.formats import QTensor
+from loka.formats import QTensor, Spec
 from loka.kernels.fused_linear import reference as layer
+from loka.kernels.fused_linear.call import FusedCall
 from loka.kernels.norm_quantize import reference as norm
 from loka.measure import bench
 from loka.measure.adapter import adapter_for
 from loka.measure.gate import judge_backend
+from loka.measure.rounding import judge_rounded
 
 CPU = torch.device("cpu")
 LAYERS = [
@@ -339,3 +342,28 @@ def test_what_backward_and_later_steps_need_is_judged(run, reason: str) -> None:
     verdict = judge_backend("fused_linear", SimpleNamespace(supports=layer.supports, run=run), call, CPU)
     assert not verdict
     assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "ok"),
+    [
+        ([65504.0, -math.inf, 1.0], True),
+        ([math.inf, -math.inf, 1.0], True),
+        ([math.inf, math.inf, 1.0], False),
+        ([60000.0, -math.inf, 1.0], False),
+        ([math.inf, -math.inf, math.inf], False),
+        ([math.nan, -math.inf, 1.0], False),
+    ],
+)
+def test_sixteen_bits_that_overflow_are_no_fault(found: list[float], ok: bool) -> None:
+    exact = torch.tensor([70000.0, -1e6, 1.0], dtype=torch.float64)
+    assert judge_rounded(torch.tensor(found, dtype=torch.float16), exact, torch.zeros(3)).ok == ok
+
+
+def test_a_layer_in_fp16_passes_with_rows_that_overflow() -> None:
+    static = Spec.parse("e4m3:tensor:static")
+    call = FusedCall(512, 1024, 256, static, static, torch.float16, 0, "gelu", True, True)
+    verdict = judge_backend(
+        "fused_linear", SimpleNamespace(run=layer.run, supports=layer.supports), call, "cpu", moved=False
+    )
+    assert verdict, verdict.reason
