@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from loka.kernels import registry
+from loka.kernels.embedding_bag import BagCall
 from loka.kernels.embedding_bag import reference as bag_law
+from loka.kernels.embedding_update import UpdateCall
 from loka.kernels.embedding_update import reference as update_law
 from loka.measure.adapter import adapter_for
+from loka.measure.gate import judge_backend
 
 CPU = torch.device("cpu")
 
@@ -87,3 +90,21 @@ def test_a_wrong_update_is_red(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_variants_that_mean_nothing_are_refused(op: str, variant: str) -> None:
     with pytest.raises(ValueError):
         adapter_for(op).calls([(4, 8, 10)], [variant])
+
+
+@pytest.mark.parametrize(("bags", "items"), [(7, 23), (23, 7), (5, 0)])
+def test_bags_of_a_model_need_not_be_equally_long(bags: int, items: int) -> None:
+    law = registry.backend("embedding_bag", "reference"), registry.backend("embedding_update", "reference")
+    lookup = BagCall(100, 32, bags, items, "int8:row", "mean", out_dtype=torch.bfloat16)
+    update = UpdateCall(100, 32, bags, items, "e4m3:row:pow2")
+    for backend, op, call in ((law[0], "embedding_bag", lookup), (law[1], "embedding_update", update)):
+        verdict = judge_backend(op, SimpleNamespace(run=backend.run, supports=backend.supports), call, CPU)
+        assert verdict, verdict.reason
+
+
+def test_a_lookup_in_16_bits_may_round_the_other_way() -> None:
+    adapter = adapter_for("embedding_bag")
+    call = BagCall(100, 32, 16, 320, "int8:row", "sum", out_dtype=torch.bfloat16)
+    given = adapter.operands(call, seed=1, distribution="normal", device=CPU)
+    assert adapter.check(broken_bag(lambda out: torch.nextafter(out, out * 2)), call, given)
+    assert not adapter.check(broken_bag(lambda out: out * 1.05), call, given)
