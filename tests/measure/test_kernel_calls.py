@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import loka
 from loka.kernels import registry
 from loka.kernels.attention.call import AttentionCall
+from loka.kernels.beam_attention.call import BeamAttentionCall
 from loka.kernels.dots import dots
 from loka.kernels.dots.call import DotsCall
 from loka.kernels.interaction.call import InteractionCall
@@ -169,3 +170,10 @@ def test_gradients_of_our_own_kernels_pass_on_a_gpu(op: str, call: Any, dtype: t
             for gradient in (False, True):
                 verdict = judge_call(KernelCall(op, name, call, gradient), device)
                 assert verdict, f"{name}, gradient {gradient}: {verdict.reason}"
+
+
+def test_attention_to_a_context_in_fp8_is_not_judged_as_if_it_were_in_16_bits() -> None:
+    plain = BeamAttentionCall(2, 5, 4, 2, 19, 16)
+    assert judge_call(KernelCall("beam_attention", "torch", plain), "cpu")
+    low = replace(plain, cache=torch.float8_e4m3fn)
+    assert judge_call(KernelCall("beam_attention", "triton", low), "cpu") is None

@@ -9,6 +9,7 @@ multiply the values, and for the rounding of the result.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,10 @@ class BeamAttention(Op[RaggedCall]):
     OWN = RaggedCall
     DIMENSIONS = ("requests", "beams", "context=length")
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
+
+    def adopt(self, call: Any) -> RaggedCall | None:
+        """See `Op.adopt`. A context in FP8 is not checked: queries are rounded, too, by a scale of their own."""
+        return None if getattr(call, "cache", None) is not None else super().adopt(call)
 
     def parse(self, shape: Shape, variant: str) -> RaggedCall:
         """See `Op.parse`: requests, beams, context and `HEADS/GROUPSxD`."""
