@@ -177,5 +177,5 @@ def _sizes(call: PaddedAttention, o: MaskedOperands, out: Tensor, dq: Tensor, dk
     lost = (out.square() * g.square()).sum(-1, keepdim=True)
     of_q = ds.square() @ k.square() + lost * (w @ k).square()
     of_k = (ds.square() + w.square() * lost).mT @ o.q.double().square()
-    of_k = of_k.unflatten(1, (call.shared, share)).sum(2)
+    of_k = of_k.view(call.rows, call.shared, share, call.keys, call.d).sum(2)
     return (of_q * scale**2 + dq.square()).sqrt(), (of_k * scale**2 + dk.square()).sqrt()
