@@ -77,8 +77,8 @@ class Task:
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
                 raise ValueError(
-                    f"batch {index} is {type(batch).__name__}{size}, expected (inputs, target); "
-                    "hint: step=lambda model, batch: loss"
+                    f"batch {index} is {type(batch).__name__}{size}, expected (inputs, target); hint: for batches of "
+                    "another form give a step instead of a loss, step=lambda model, batch: my_loss(model(batch), batch)"
                 )
 
     @property
