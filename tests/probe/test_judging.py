@@ -1,20 +1,23 @@
 """Probe judges the kernels of the chains it finds, whole and in parts, and no plan places one that runs a wrong kernel."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.dispatch.test_chains import CHEAP, cheap, harmed, linears
-from tests.planted import CHAINED, plant, raw
+from tests.planted import CHAINED, SINGLE, plant, raw
 from tests.probe.test_chain_sites import LINKS, Tower, batches, train
 from torch import Tensor, nn
 
 from loka.formats import QTensor
+from loka.kernels import registry
 from loka.kernels.fused_linear import reference as fused_law
 from loka.kernels.quantize import reference as quantize_law
 from loka.kernels.scaled_mm import reference as product_law
+from loka.measure.conformance import Conformance
 from loka.placing import converted, judging
 from loka.probe import Probe, Report, engine
 from loka.probe import judging as probe_judging
@@ -49,6 +52,44 @@ def test_chains_with_a_wrong_kernel_are_in_no_plan(wrong: str, monkeypatch: pyte
     with pytest.raises(ValueError, match=rf"every linear of every chain is refused: tower.0: {WRONG}{op} on planted, "):
         report.plan(min_speedup=None, chains=True)
     assert any(WRONG in line for line in report.summary())
+
+
+def test_a_wrong_product_of_a_chain_is_found_though_no_candidate_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain picks its products by itself; candidates run on the backends that were asked for."""
+    SINGLE["late rows"][1](monkeypatch)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 1))
+    assert f"{WRONG}scaled_mm on planted, " in probe(model).record.wrong_chains["0"]
+
+
+def test_of_what_linears_run_in_several_shapes_the_largest_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of sides that are no multiple of 16 the largest, too: kernels pad or mask those."""
+    for op in ("quantize", "scaled_mm"):
+        plant(monkeypatch, op, registry.backend(op, "reference"))
+    for module in (probe_judging, engine):
+        monkeypatch.setattr(module, "out_dtype", lambda device: torch.bfloat16)  # as on a GPU
+    judged: list[Any] = []
+    monkeypatch.setattr(judging, "judge_call", lambda one, device: judged.append(one) or Conformance(True, 0.0, 0.0))
+    widths = (64, 96, 128, 40, 1)
+    layers = [part for k, n in pairwise(widths) for part in (nn.Linear(k, n), nn.Softplus(threshold=9))]
+    model = nn.Sequential(*layers[:-1])
+    assert probe(model, backends=["planted"]).record.sites
+    products = [one.call for one in judged if one.op == "scaled_mm" and str(one.call.a) == "e4m3:row"]
+    gradients = [call for call in products if not call.fast_accum]  # of weights
+    assert sorted((call.m, call.n) for call in gradients) == [(1, 40), (40, 128), (128, 96)]
+    both = [one.call for one in judged if str(one.call).endswith("-> e4m3:row + T e4m3:row")]
+    assert sorted(call.k for call in both) == [40, 128]
+
+
+def test_of_examples_that_differ_in_rows_the_largest_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = note_calls(monkeypatch)
+    model = Tower()
+    watching = Probe(model, every=1)
+    for rows in (24, 40, 32):
+        ((x, y),) = batches(1)
+        train(model, [(x[:rows], y[:rows])], watching)
+    calls.clear()
+    watching.evaluate(**CHEAP)
+    assert {call.m for call in calls} == {40}
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, spoiled: Callable[[Any], bool] = lambda call: False) -> list[Any]:

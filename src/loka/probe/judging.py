@@ -1,17 +1,22 @@
 """Judge the kernels that plans made from a report would run: of linears by recipe, and of chains, whole and in parts.
 
 A report may be planned from where the model is not, so this is done beforehand. The model is converted for a trial and
-runs a step on the inputs of sampled calls (`loka.placing.judging`). Products by themselves are judged with each
-candidate (`loka.probe.engine`); what is judged here is what only a step shows, as the pass that quantizes a tensor and
-its transpose, or a weight gradient in float32.
+runs a step on the inputs of sampled calls (`loka.placing.judging`).
+
+Every call of a chain is judged at its shape. The products and quantizers of linears by themselves are judged at theirs
+with each candidate (`loka.probe.engine`). What is left is what only a step runs, as the pass that quantizes a tensor
+and its transpose, or a weight gradient in float32. Of such calls that differ in shape alone the largest is judged,
+and the largest of those whose sides are no multiples of 16: judging all would take longer than all candidates.
 
 A model that is converted already is not judged: the plan that did it was, and a step would change its scales. Neither
 is one whose forward is a call of all ranks, which may come to different verdicts and wait for each other.
 """
 
+import math
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +26,8 @@ from loka.dispatch import recipe_named
 from loka.dispatch.choosing import split_unit
 from loka.dispatch.recipe import Recipe, choice_of
 from loka.kernels import registry
+from loka.kernels.quantize import QuantizeCall
+from loka.kernels.scaled_mm.call import MatmulCall
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of, refuse
 from loka.measure.device import device_of
@@ -49,8 +56,9 @@ class StepJudge:
     def __init__(self, model: nn.Module, kept: ExampleKeeper, given: Any) -> None:
         shown = kept.examples if given is None else given.runs if isinstance(given, Steps) else [given]
         self.model, self.device, self._autocast = model, device_of(model), kept.autocast
-        self._examples = _one_of_each_size(shown)
+        self._examples = _largest_of_each_kind(shown)
         self._judge, self._only_references = Judge(self.device), False
+        self._largest: dict[KernelCall, KernelCall] = {}  # by kind, of what linears run
         self._missing = None if self._examples else "that takes an example"
         if (why := find_collective(model)) is not None:
             self._missing = f"{why}, so running the model is a call of all ranks"
@@ -69,7 +77,7 @@ class StepJudge:
                 for parts in _variants([unit for unit in units if unit.name in names])
             )
 
-        return self._refuse([unit.name for unit in units], plans, "chains")
+        return self._refuse([unit.name for unit in units], plans, list, "chains")
 
     def refuse_linears(self, watches: Mapping[str, Watch], recipes: Sequence[str], backends: Sequence[Any]) -> Refused:
         """Return the linears that run a wrong kernel by a recipe on a backend of the registry."""
@@ -86,7 +94,7 @@ class StepJudge:
                 for recipe in dict.fromkeys(recipe for recipe, _ in chosen) or [""]:
                     yield plan_unmeasured(self.model, sites=[site for name, site in chosen if name == recipe])
 
-            for name, why in self._refuse(list(found), plans, "linears").items():
+            for name, why in self._refuse(list(found), plans, self._leave_candidates, "linears").items():
                 recipe, plan = found[name]
                 refused[plan.site, recipe, backend] = why
         return refused
@@ -111,9 +119,16 @@ class StepJudge:
         return found
 
     def _refuse(
-        self, names: Collection[str], plans: Callable[[Collection[str]], Iterator[Plan]], what: str
+        self,
+        names: Collection[str],
+        plans: Callable[[Collection[str]], Iterator[Plan]],
+        judged: Callable[[Iterable[KernelCall]], list[KernelCall]],
+        what: str,
     ) -> dict[str, str]:
-        """Refuse names whose plans run a wrong kernel. Once a step ran only references, so do the others."""
+        """Refuse names whose plans run a wrong kernel among the calls to be judged.
+
+        Once a step ran only references, so do the others.
+        """
         if not names or self._only_references or any(True for _ in (*chains_of(self.model), *linears_of(self.model))):
             return {}
         if self._missing is not None:
@@ -129,7 +144,7 @@ class StepJudge:
                 self._only_references = bool(calls) and all(one.backend == "reference" for one in calls)
                 if self._only_references:
                     break
-            return [one for one in calls if not self._is_candidate(one)]
+            return judged(calls)
 
         autocast = torch.autocast(self.device.type, dtype=self._autocast) if self._autocast else nullcontext()
         with autocast:
@@ -140,9 +155,13 @@ class StepJudge:
                 self._note(f"the kernels of {what} were not judged, for want of memory")
                 return {}
 
-    def _is_candidate(self, one: KernelCall) -> bool:
-        """Check whether a product is among those that are judged as candidates."""
-        return one.op == "scaled_mm" and one.call.out_dtype == out_dtype(self.device)
+    def _leave_candidates(self, calls: Iterable[KernelCall]) -> list[KernelCall]:
+        """Return what is not judged as a candidate, and of calls that differ in shape alone the largest seen so far."""
+        own = [one for one in calls if one.op != "scaled_mm" or one.call.out_dtype != out_dtype(self.device)]
+        for one in own:
+            kind = _without_shape(one)
+            self._largest[kind] = max(self._largest.get(kind, one), one, key=_volume)
+        return list(dict.fromkeys(self._largest[_without_shape(one)] for one in own))
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -162,10 +181,30 @@ def _variants(units: Sequence[UnitPlan]) -> Iterator[list[UnitPlan]]:
             yield parts
 
 
-def _one_of_each_size(examples: Sequence[Any]) -> list[Any]:
-    """Return the examples without those whose tensors have the sizes of an earlier one's; functions are all returned."""
-    sizes: dict[int | str, Any] = {}
+def _without_shape(one: KernelCall) -> KernelCall:
+    """Return a product or a quantizer whose sides say only whether they are multiples of 16."""
+    sides = {name: 1 + 15 * (side % 16 == 0) for name, side in _sides(one).items()}
+    return replace(one, call=replace(one.call, **sides)) if sides else one
+
+
+def _volume(one: KernelCall) -> int:
+    return math.prod(_sides(one).values())
+
+
+def _sides(one: KernelCall) -> dict[str, int]:
+    """Return the sides of a product or a quantizer; nothing for other kernels, which the model runs by itself."""
+    if not isinstance(one.call, MatmulCall | QuantizeCall):
+        return {}
+    return {name: getattr(one.call, name) for name in ("m", "k", "n") if hasattr(one.call, name)}
+
+
+def _largest_of_each_kind(examples: Sequence[Any]) -> list[Any]:
+    """Return the largest of examples whose tensors differ in their first size alone; functions are all returned."""
+    found: dict[int | str, tuple[int, Any]] = {}
     for example in examples:
-        key = id(example) if callable(example) else str([(t.dtype, t.shape) for t in tensors_in(example)])
-        sizes.setdefault(key, example)
-    return list(sizes.values())
+        tensors = [] if callable(example) else list(tensors_in(example))
+        key = id(example) if callable(example) else str([(t.dtype, t.shape[1:]) for t in tensors])
+        size = sum(t.numel() for t in tensors)
+        if key not in found or size > found[key][0]:
+            found[key] = size, example
+    return [example for _, example in found.values()]
