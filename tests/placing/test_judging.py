@@ -189,6 +189,16 @@ def test_a_model_that_fails_by_itself_is_not_judged_and_a_note_says_so() -> None
     ]
 
 
+def test_want_of_memory_refuses_nothing_and_a_note_says_so() -> None:
+    def find(names: Collection[str]) -> list[KernelCall]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for failing in (True, False):
+        judge = Judge("cpu")
+        assert judge.refuse(["tower.0"], find, failing=failing) == {}
+        assert judge.notes == ["not every kernel was judged, for want of memory for a step in low precision"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("serving", [False, True])
 def test_our_own_kernels_are_not_refused_on_a_gpu(serving: bool) -> None:

@@ -113,7 +113,8 @@ class Judge:
     def refuse(self, names: Collection[str], find: Find, *, failing: bool = True) -> dict[str, str]:
         """Find every unit that runs a wrong kernel, or fails: like `blame`, until what is left runs none.
 
-        A step that fails without any unit, too, cannot be judged: a note says so, and no unit is refused for it.
+        A step that fails without any unit, too, cannot be judged, nor can one for which there is not enough memory: a
+        note says so, and no unit is refused for it.
 
         Args:
             names: the units.
@@ -125,6 +126,14 @@ class Judge:
             The reason by name.
         """
         refused: dict[str, str] = {}
+        try:
+            self._refuse(names, find, refused, failing=failing)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
+            self._note("not every kernel was judged, for want of memory for a step in low precision")
+        return refused
+
+    def _refuse(self, names: Collection[str], find: Find, refused: dict[str, str], *, failing: bool) -> None:
         while left := [name for name in names if name not in refused]:
             try:
                 found = self.blame(left, find)
@@ -138,7 +147,6 @@ class Judge:
             if not found:
                 break
             refused |= found
-        return refused
 
     def _find_failing(self, names: Collection[str], find: Find, error: Exception) -> dict[str, str]:
         if (own := _try(find, [])) is not None:

@@ -13,7 +13,6 @@ is one whose forward is a call of all ranks, which may come to different verdict
 """
 
 import math
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -148,12 +147,7 @@ class StepJudge:
 
         autocast = torch.autocast(self.device.type, dtype=self._autocast) if self._autocast else nullcontext()
         with autocast:
-            try:
-                return self._judge.refuse(names, find)
-            except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-                self._note(f"the kernels of {what} were not judged, for want of memory")
-                return {}
+            return self._judge.refuse(names, find)
 
     def _leave_candidates(self, calls: Iterable[KernelCall]) -> list[KernelCall]:
         """Return what is not judged as a candidate, and of calls that differ in shape alone the largest seen so far."""
