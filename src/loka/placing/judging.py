@@ -31,6 +31,7 @@ from loka.records.prose import name_some, spell_error
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import gradients_aside, undisturbed
 
+WRONG = "a kernel fails the conformance gate"  # how reasons begin, but for those of a step that fails
 Find = Callable[[Collection[str]], list[KernelCall]]  # the calls of a step with these units in low precision only
 
 
@@ -105,7 +106,7 @@ class Judge:
         alone = {one for mine in runs.values() for one in mine}
         together = [one for one in wrong if one not in alone]  # run with all of them only: each may be what causes it
         return {
-            name: f"a kernel fails the conformance gate: {found[0]}: {wrong[found[0]]}"
+            name: f"{WRONG}: {found[0]}: {wrong[found[0]]}"
             for name, mine in runs.items()
             if (found := mine or together)
         }

@@ -5,17 +5,15 @@ runs a step on the inputs of sampled calls (`loka.placing.judging`).
 
 Every call of a chain is judged at its shape. The products and quantizers of linears by themselves are judged at theirs
 with each candidate (`loka.probe.engine`). What is left is what only a step runs, as the pass that quantizes a tensor
-and its transpose, or a weight gradient in float32. Of such calls that differ in shape alone the largest is judged,
-and the largest of those whose sides are no multiples of 16: judging all would take longer than all candidates.
+and its transpose, or a weight gradient in float32. Its kernels are compiled for nothing else, so it is judged at the
+largest linear, and at the largest of those whose sides are no multiples of 16: their verdicts are those of the others.
 
 A model that is converted already is not judged: the plan that did it was, and a step would change its scales. Neither
 is one whose forward is a call of all ranks, which may come to different verdicts and wait for each other.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,14 +23,12 @@ from loka.dispatch import recipe_named
 from loka.dispatch.choosing import split_unit
 from loka.dispatch.recipe import Recipe, choice_of
 from loka.kernels import registry
-from loka.kernels.quantize import QuantizeCall
-from loka.kernels.scaled_mm.call import MatmulCall
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of, refuse
 from loka.measure.device import device_of
 from loka.measure.kernel_calls import KernelCall
 from loka.measure.site import gemm_shape
-from loka.placing.judging import Judge, find_planned, plan_unmeasured
+from loka.placing.judging import WRONG, Judge, find_planned, plan_unmeasured
 from loka.probe.chains import ExampleKeeper, find_collective
 from loka.probe.engine import out_dtype
 from loka.probe.watch import Watch
@@ -57,7 +53,6 @@ class StepJudge:
         self.model, self.device, self._autocast = model, device_of(model), kept.autocast
         self._examples = _largest_of_each_kind(shown)
         self._judge, self._only_references = Judge(self.device), False
-        self._largest: dict[KernelCall, KernelCall] = {}  # by kind, of what linears run
         self._missing = None if self._examples else "that takes an example"
         if (why := find_collective(model)) is not None:
             self._missing = f"{why}, so running the model is a call of all ranks"
@@ -82,25 +77,35 @@ class StepJudge:
         """Return the linears that run a wrong kernel by a recipe on a backend of the registry."""
         refused: Refused = {}
         for backend in [name for name in backends if isinstance(name, str)]:
-            found = {
-                f"{site} by {name}": (name, plan)
+            left = [
+                (name, kind)
                 for name in recipes
-                for site, plan in self._plan_linears(watches.values(), recipe_named(name), backend).items()
-            }
-
-            def plans(names: Collection[str], found: dict[str, tuple[str, SitePlan]] = found) -> Iterator[Plan]:
-                chosen = [found[name] for name in names]
-                for recipe in dict.fromkeys(recipe for recipe, _ in chosen) or [""]:
-                    yield plan_unmeasured(self.model, sites=[site for name, site in chosen if name == recipe])
-
-            for name, why in self._refuse(list(found), plans, self._leave_candidates, "linears").items():
-                recipe, plan = found[name]
-                refused[plan.site, recipe, backend] = why
+                for kind in _by_kind(self._plan_linears(watches.values(), recipe_named(name), backend))
+            ]
+            while left:
+                found = {f"{kind[0].site} by {name}": (name, kind) for name, kind in left}
+                left = []
+                for first, why in self._refuse_first(found).items():
+                    name, kind = found[first]
+                    wrong = why.startswith(WRONG)
+                    refused |= {(site.site, name, backend): why for site in (kind if wrong else kind[:1])}
+                    if not wrong and kind[1:]:  # the step fails for a reason of this linear's: ask the next one
+                        left.append((name, kind[1:]))
         return refused
 
-    def _plan_linears(self, watches: Iterable[Watch], recipe: Recipe, backend: str) -> dict[str, SitePlan]:
+    def _refuse_first(self, found: Mapping[str, tuple[str, Sequence[SitePlan]]]) -> dict[str, str]:
+        """Refuse the first linears of several kinds, each by a recipe."""
+
+        def plans(names: Collection[str]) -> Iterator[Plan]:
+            chosen = [(recipe, kind[0]) for recipe, kind in (found[name] for name in names)]
+            for recipe in dict.fromkeys(recipe for recipe, _ in chosen) or [""]:
+                yield plan_unmeasured(self.model, sites=[site for name, site in chosen if name == recipe])
+
+        return self._refuse(list(found), plans, self._leave_candidates, "linears")
+
+    def _plan_linears(self, watches: Iterable[Watch], recipe: Recipe, backend: str) -> list[SitePlan]:
         """Return how linears run by a recipe, where they can."""
-        found = {}
+        found = []
         able = registry.backend("scaled_mm", backend).supports
         for watch in watches:
             if watch.kept is not None or not watch.gemms or refuse(watch.module):
@@ -112,9 +117,7 @@ class StepJudge:
             calls = [w.call(*gemm_shape(g, m, watch.k, watch.n)) for g, w in ways.items() if w is not None]
             if all(able(call, self.device) for call in calls):
                 choices = [choice_of(gemm, way, recipe.name) for gemm, way in ways.items()]
-                found[watch.name] = SitePlan(
-                    site=watch.name, m=m, k=watch.k, n=watch.n, flops_share=0.0, choices=choices
-                )
+                found.append(SitePlan(site=watch.name, m=m, k=watch.k, n=watch.n, flops_share=0.0, choices=choices))
         return found
 
     def _refuse(
@@ -150,12 +153,8 @@ class StepJudge:
             return self._judge.refuse(names, find)
 
     def _leave_candidates(self, calls: Iterable[KernelCall]) -> list[KernelCall]:
-        """Return what is not judged as a candidate, and of calls that differ in shape alone the largest seen so far."""
-        own = [one for one in calls if one.op != "scaled_mm" or one.call.out_dtype != out_dtype(self.device)]
-        for one in own:
-            kind = _without_shape(one)
-            self._largest[kind] = max(self._largest.get(kind, one), one, key=_volume)
-        return list(dict.fromkeys(self._largest[_without_shape(one)] for one in own))
+        """Return the calls but for products that are judged as candidates."""
+        return [one for one in calls if one.op != "scaled_mm" or one.call.out_dtype != out_dtype(self.device)]
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -175,21 +174,12 @@ def _variants(units: Sequence[UnitPlan]) -> Iterator[list[UnitPlan]]:
             yield parts
 
 
-def _without_shape(one: KernelCall) -> KernelCall:
-    """Return a product or a quantizer whose sides say only whether they are multiples of 16."""
-    sides = {name: 1 + 15 * (side % 16 == 0) for name, side in _sides(one).items()}
-    return replace(one, call=replace(one.call, **sides)) if sides else one
-
-
-def _volume(one: KernelCall) -> int:
-    return math.prod(_sides(one).values())
-
-
-def _sides(one: KernelCall) -> dict[str, int]:
-    """Return the sides of a product or a quantizer; nothing for other kernels, which the model runs by itself."""
-    if not isinstance(one.call, MatmulCall | QuantizeCall):
-        return {}
-    return {name: getattr(one.call, name) for name in ("m", "k", "n") if hasattr(one.call, name)}
+def _by_kind(sites: Iterable[SitePlan]) -> Iterable[list[SitePlan]]:
+    """Return the sites by which of their sides are multiples of 16, the largest of each kind first."""
+    kinds: dict[tuple[bool, ...], list[SitePlan]] = {}
+    for site in sorted(sites, key=lambda site: -site.m * site.k * site.n):
+        kinds.setdefault(tuple(side % 16 == 0 for side in (site.m, site.k, site.n)), []).append(site)
+    return kinds.values()
 
 
 def _largest_of_each_kind(examples: Sequence[Any]) -> list[Any]:
