@@ -165,6 +165,18 @@ def test_under_autocast_correct_kernels_are_not_refused(monkeypatch: pytest.Monk
     assert len(plan.notes) == 1
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_of_training_is_one_wherever_it_is_asked_for(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "fused_linear", fused_law)
+    model, x = make()
+    judged: list[KernelCall] = []
+    monkeypatch.setattr(judging, "judge_call", lambda one, device: judged.append(one))
+    with mode():
+        plan = plan_everything(model, x)
+    assert [name for unit in plan.units for name in unit.linears] == ["0", "2", "4"]
+    assert "DgradCall" in {type(one.call).__name__ for one in judged}
+
+
 def test_what_judging_allocated_is_released_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to other streams: an engine judges on the one on which it prepares a graph."""
     released: list[bool] = []

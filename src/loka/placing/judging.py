@@ -203,6 +203,7 @@ def plan_unmeasured(model: nn.Module, *, units: Sequence[UnitPlan] = (), sites: 
     )
 
 
+@torch.inference_mode(False)  # under which a step of training has no backward
 def find_planned(model: nn.Module, plan: Plan, example: Any, *, training: bool) -> list[KernelCall]:
     """Return the kernel calls of a step of a model converted by a plan. The model is left as it was.
 
@@ -224,6 +225,7 @@ def find_planned(model: nn.Module, plan: Plan, example: Any, *, training: bool) 
         return find_step(model, example, training=training)
 
 
+@torch.inference_mode(False)
 def find_step(model: nn.Module, example: Any, *, training: bool) -> list[KernelCall]:
     """Return the kernel calls of a step of a model as it is now. The model is left as it was.
 
