@@ -165,3 +165,13 @@ def test_a_missing_charting_library_is_said_before_the_work(tmp_path: Path, monk
     with pytest.raises(ValueError, match=r"pip install 'loka\[report\]'"):
         Demo(tmp_path / "demo").run()
     assert not (tmp_path / "demo").exists()
+
+
+def test_an_arm_in_which_nothing_runs_in_fp8_is_equivalent(tmp_path: Path) -> None:
+    """Its losses are the same to the last bit: that is no sample of rare differences."""
+    (tmp_path / "records").mkdir()
+    losses = torch.rand(60, generator=torch.Generator().manual_seed(0))
+    scores = {"losses": losses, "group": torch.arange(60) // 2}
+    make(tmp_path)._write_comparison("planned", scores, scores, "planned FP8", 0.0)
+    found = records.load(tmp_path / "records" / "comparison-planned.json", Comparison)
+    assert (found.outcome, found.relative_change.low, found.relative_change.high) == ("equivalent", 0.0, 0.0)

@@ -158,6 +158,14 @@ class TestArms:
         assert test.metrics[0].users == 250
         assert test.metrics[0].outcome == "equivalent"
 
+    def test_a_metric_without_an_interval_is_not_said_to_have_one(self) -> None:
+        """Two hits in 400 users, the same in both arms: samples of users may have none."""
+        a, b = self.arms(0.0)
+        hits = (torch.arange(400) < 2).double()
+        test = compare_arms({**a, "hits": hits}, {**b, "hits": hits}, (self.users, self.users), margin=0.01, names=("a", "b"), data="t")  # fmt: skip
+        (said,) = (note for note in test.notes if note.startswith("hits "))
+        assert "too few for an interval" in said
+
     def test_refusals(self) -> None:
         a, b = self.arms(0.0)
         with pytest.raises(ValueError, match="only one arm has"):

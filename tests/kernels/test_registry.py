@@ -245,3 +245,22 @@ def test_no_op_has_an_argument_called_out() -> None:
     for name in names:
         schema = getattr(torch.ops.loka, name).default._schema
         assert "out" not in {argument.name for argument in schema.arguments}, name
+
+
+def test_listeners_of_several_threads_may_begin_and_end_in_any_order() -> None:
+    """An engine judges its kernels while another one of the same process does."""
+    call = QuantizeCall(4, 16, Spec.parse("e4m3:row"), torch.float32)
+    heard: dict[str, int] = {"first": 0, "second": 0}
+
+    def note(name: str) -> registry.Hear:
+        return lambda op, chosen, call: heard.update({name: heard[name] + 1})
+
+    first, second = registry.listening(note("first")), registry.listening(note("second"))
+    first.__enter__()
+    second.__enter__()
+    registry.pick("quantize", "reference", call, torch.device("cpu"))
+    first.__exit__(None, None, None)
+    registry.pick("quantize", "reference", call, torch.device("cpu"))
+    second.__exit__(None, None, None)
+    registry.pick("quantize", "reference", call, torch.device("cpu"))
+    assert heard == {"first": 1, "second": 2}

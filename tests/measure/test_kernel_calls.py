@@ -96,10 +96,10 @@ def test_listeners_nest_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     inner: list[KernelCall] = []
     outer = find_calls(lambda: (inner.extend(find_calls(run)), run()))
     assert inner == outer
-    assert registry._hear is None
+    assert registry._hearing == ()
     with pytest.raises(RuntimeError, match="stop"):
         find_calls(lambda: (_ for _ in ()).throw(RuntimeError("stop")))
-    assert registry._hear is None
+    assert registry._hearing == ()
     found = find_calls(lambda: [thread.start() or thread.join() for thread in [threading.Thread(target=run)]])
     assert found == inner
 
@@ -131,6 +131,8 @@ def test_want_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 GRADIENTS: list[tuple[str, Any]] = [
     ("dots", DotsCall(64, 9, 16, 36)),
+    ("dots", DotsCall(64, 9, 16, 10)),  # of users and items, say
+    ("dots", DotsCall(64, 9, 16, 81)),
     ("mixed_dots", MixedDotsCall(48, 12, 32, 5)),
     ("mixed_dots", MixedDotsCall(48, 30, 64, 24, torch.float16)),
     ("interaction", InteractionCall(48, 12, 32, 5, 6, 6, False)),

@@ -155,6 +155,40 @@ def test_scales_of_later_steps_run_kernels_of_their_own() -> None:
     assert any(one.startswith("fused_linear") and "-> e4m3:tensor:static" not in one for one in calls)
 
 
+def test_under_autocast_correct_kernels_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would round what kernels compute, and what they are compared with."""
+    plant(monkeypatch, "fused_linear", fused_law)
+    model, x = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = plan_everything(model, x)
+    assert plan.units
+    assert len(plan.notes) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_of_training_is_one_wherever_it_is_asked_for(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "fused_linear", fused_law)
+    model, x = make()
+    judged: list[KernelCall] = []
+    monkeypatch.setattr(judging, "judge_call", lambda one, device: judged.append(one))
+    with mode():
+        plan = plan_everything(model, x)
+    assert [name for unit in plan.units for name in unit.linears] == ["0", "2", "4"]
+    assert "DgradCall" in {type(one.call).__name__ for one in judged}
+
+
+def test_what_judging_allocated_is_released_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to other streams: an engine judges on the one on which it prepares a graph."""
+    released: list[bool] = []
+    monkeypatch.setattr(judging, "judge_call", lambda one, device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(True))
+    judge = Judge("cuda")
+    assert judge.find_wrong([KernelCall("quantize", "reference", None)]) == {}
+    assert not released
+    assert judge.find_wrong([KernelCall("quantize", "triton", None)]) == {}
+    assert released
+
+
 def test_a_model_that_fails_by_itself_is_not_judged_and_a_note_says_so() -> None:
     judge = Judge("cpu")
 
@@ -165,6 +199,16 @@ def test_a_model_that_fails_by_itself_is_not_judged_and_a_note_says_so() -> None
     assert judge.notes == [
         "no kernel was judged, since the model fails on the example without low precision: ValueError: no such embedding"
     ]
+
+
+def test_want_of_memory_refuses_nothing_and_a_note_says_so() -> None:
+    def find(names: Collection[str]) -> list[KernelCall]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for failing in (True, False):
+        judge = Judge("cpu")
+        assert judge.refuse(["tower.0"], find, failing=failing) == {}
+        assert judge.notes == ["not every kernel was judged, for want of memory for a step in low precision"]
 
 
 @pytest.mark.gpu

@@ -1,20 +1,24 @@
 """Probe judges the kernels of the chains it finds, whole and in parts, and no plan places one that runs a wrong kernel."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.dispatch.test_chains import CHEAP, cheap, harmed, linears
-from tests.planted import CHAINED, plant, raw
+from tests.planted import CHAINED, SINGLE, plant, raw
 from tests.probe.test_chain_sites import LINKS, Tower, batches, train
 from torch import Tensor, nn
 
 from loka.formats import QTensor
+from loka.kernels import registry
 from loka.kernels.fused_linear import reference as fused_law
 from loka.kernels.quantize import reference as quantize_law
 from loka.kernels.scaled_mm import reference as product_law
+from loka.measure.conformance import Conformance
+from loka.measure.kernel_calls import KernelCall
 from loka.placing import converted, judging
 from loka.probe import Probe, Report, engine
 from loka.probe import judging as probe_judging
@@ -49,6 +53,79 @@ def test_chains_with_a_wrong_kernel_are_in_no_plan(wrong: str, monkeypatch: pyte
     with pytest.raises(ValueError, match=rf"every linear of every chain is refused: tower.0: {WRONG}{op} on planted, "):
         report.plan(min_speedup=None, chains=True)
     assert any(WRONG in line for line in report.summary())
+
+
+def test_a_wrong_product_of_a_chain_is_found_though_no_candidate_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain picks its products by itself; candidates run on the backends that were asked for."""
+    SINGLE["late rows"][1](monkeypatch)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 1))
+    assert f"{WRONG}scaled_mm on planted, " in probe(model).record.wrong_chains["0"]
+
+
+def judge_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[KernelCall], bool]) -> list[KernelCall]:
+    """Plant a quantizer and a product, note which calls of a step are judged, and find some of them wrong."""
+    for op in ("quantize", "scaled_mm"):
+        plant(monkeypatch, op, registry.backend(op, "reference"))
+    for module in (probe_judging, engine):
+        monkeypatch.setattr(module, "out_dtype", lambda device: torch.bfloat16)
+    judged: list[KernelCall] = []
+
+    def judge(one: KernelCall, device: Any) -> Conformance:
+        judged.append(one)
+        return Conformance.failed("planted") if wrong(one) else Conformance(True, 0.0, 0.0)
+
+    monkeypatch.setattr(judging, "judge_call", judge)
+    return judged
+
+
+def stand_alone(*widths: int) -> nn.Module:
+    """Linears that no chain can hold, since nobody fuses what is between them."""
+    return nn.Sequential(*[part for k, n in pairwise(widths) for part in (nn.Linear(k, n), nn.Softplus(threshold=9))])
+
+
+def is_gradient(one: KernelCall) -> bool:
+    return one.op == "scaled_mm" and not one.call.fast_accum and str(one.call.a) == "e4m3:row"  # of a weight
+
+
+def test_what_only_a_step_runs_is_judged_at_the_largest_linear_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sides that are multiples of 16, and of others, which kernels pad or mask. The verdict is that of all."""
+    judged = judge_as_on_a_gpu(monkeypatch, lambda one: is_gradient(one) and (one.call.m, one.call.n) == (128, 96))
+    report = probe(stand_alone(64, 96, 128, 40, 1), backends=["planted"])
+    assert sorted((one.call.m, one.call.n) for one in judged if is_gradient(one)) == [(1, 40), (40, 128), (128, 96)]
+    both = [one.call for one in judged if str(one.call).endswith("-> e4m3:row + T e4m3:row")]
+    assert sorted(call.k for call in both) == [1, 40, 96, 128]
+    found = {site.name: {WRONG in (c.refusal or "") for c in site.candidates if c.recipe == "rowwise"} for site in report.record.sites}  # fmt: skip
+    assert found == {"0": {True}, "2": {True}, "4": {False}, "6": {False}}
+
+
+def test_where_the_step_of_the_largest_fails_the_next_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = judge_as_on_a_gpu(monkeypatch, is_gradient)
+    model = stand_alone(64, 96, 128, 64, 1)
+    quantize = registry.backend("quantize", "planted").run
+
+    def run(x: Tensor, *given: Any, **options: Any) -> Any:
+        if x.shape[1] == 96 and "transpose" in options:  # the input of the largest
+            raise RuntimeError("planted to fail")
+        return quantize(x, *given, **options)
+
+    monkeypatch.setattr(registry.backend("quantize", "planted"), "run", run)
+    report = probe(model, backends=["planted"])
+    assert (64, 128) in [(one.call.m, one.call.n) for one in judged if is_gradient(one)]
+    told = {site.name: {c.refusal for c in site.candidates if c.recipe == "rowwise"} for site in report.record.sites}
+    assert any("planted to fail" in (why or "") for why in told["2"])
+    assert all(WRONG in (why or "") for why in told["4"])
+
+
+def test_of_examples_that_differ_in_rows_the_largest_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = note_calls(monkeypatch)
+    model = Tower()
+    watching = Probe(model, every=1)
+    for rows in (24, 40, 32):
+        ((x, y),) = batches(1)
+        train(model, [(x[:rows], y[:rows])], watching)
+    calls.clear()
+    watching.evaluate(**CHEAP)
+    assert {call.m for call in calls} == {40}
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, spoiled: Callable[[Any], bool] = lambda call: False) -> list[Any]:

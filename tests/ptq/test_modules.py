@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kernels.padding import in_place_of_the_reference
-from loka.formats import Spec
+from loka.formats import QTensor, Spec
 from loka.formats import quantize as quantize_by_law
 from loka.kernels.prepared import parts_of
 from loka.nn import GroupedLinear
@@ -93,6 +93,12 @@ def test_compiled_it_is_one_graph(padding: SimpleNamespace) -> None:
     torch._dynamo.reset()
     module, x = make(), torch.randn(5, 13)
     assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
+
+
+def test_printing_computes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = QuantizedLinear(quantize_by_law(torch.randn(32, 64), Spec.parse("e4m3:row")), Spec.parse("e4m3:row"), None)
+    monkeypatch.setattr(QTensor, "dequantize", lambda *given: pytest.fail("computed"))
+    assert "(32, 64)" in repr(module)
 
 
 def test_most_widths_are_the_buffers_themselves() -> None:

@@ -269,3 +269,22 @@ def test_nothing_stays_that_makes_no_step_faster(monkeypatch: pytest.MonkeyPatch
         step.note
         == "the whole step was not faster in FP8 than in compiled 16-bit (0.99x at best): nothing is converted"
     )
+
+
+def test_what_left_after_the_paired_run_is_named_whenever_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training dropped a; then the metric of what is left dropped b, and the time of the step c."""
+    call, selection = make("abcd")
+    started = selection.offers
+    selection.drop(selection.offers[0], "the paired run")
+
+    def drop_first(*given: Any) -> StepTimes:
+        selection.drop(selection.offers[0], "later")
+        return StepTimes()
+
+    monkeypatch.setattr(metric, "hold_margin", drop_first)
+    monkeypatch.setattr(metric, "note_margin", lambda call, selection: None)
+    monkeypatch.setattr(session.Session, "_settle", drop_first)
+    tuning = object.__new__(session.Session)
+    tuning.call = call
+    tuning._verify_step(selection, started, Interval(value=0.0, low=0.0, high=0.0))
+    assert call.notes == ["the paired training run also included b, c, which were dropped later"]

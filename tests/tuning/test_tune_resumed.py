@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import Tensor, nn
 
 import loka
 from loka.records import load
 from loka.records.tuning import Tuning
+from loka.tuning.tuned import keep_earlier
 
 from .small import BATCHES, WIDTH, loss, make_trained, placed, same, state_of, tune
 
@@ -109,6 +111,28 @@ def test_the_result_of_another_call_is_kept(tmp_path: Path, other: Any) -> None:
     back = tune(make_trained()[0], out=tmp_path)
     assert load(tmp_path / "earlier-2" / "tuning.json", Tuning) == tuned.record
     assert "resumed from the evidence of an earlier call" in back.record.notes
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_a_move_that_was_killed_is_completed(tmp_path: Path, moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tune(make_trained()[0], out=tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.startswith("evidence")}
+    other = msgspec.structs.replace(first.record, arguments={})
+    rename, renamed = Path.rename, []
+
+    def kill(path: Path, target: Path) -> Path:
+        if len(renamed) == moved:
+            raise KeyboardInterrupt
+        renamed.append(path)
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", kill)
+        with pytest.raises(KeyboardInterrupt):
+            keep_earlier(tmp_path, other)
+    assert keep_earlier(tmp_path, other) == tmp_path / "earlier-1"
+    assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == files
+    assert not (tmp_path / "earlier-2").exists()
 
 
 def test_evidence_of_another_model_is_set_aside(tmp_path: Path) -> None:

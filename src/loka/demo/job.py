@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,8 @@ class Demo:
             relative=True,
             seed=self.config.seed,
         )
+        if torch.equal(candidate["losses"], baseline["losses"]):  # losses are smooth: nothing was computed differently
+            found = replace(found, low=0.0, high=0.0, mde=0.0, verdict="equivalent")
         value, low, high = (x / 100 for x in (found.estimate, found.low, found.high))
         comparison = Comparison(
             metric=found.metric,

@@ -132,7 +132,8 @@ def _speed_notes(report: ProbeReport, policy: Policy, speeds: Speeds, scored: se
         ]
     return [
         f"nothing is converted: a speed-up over {policy.min_speedup:g} is asked for and none was measured on "
-        f"{report.environment.device}; plan for accuracy only (min_speedup=None, on the command line --accuracy-only), or for a target with database rows"
+        f"{report.environment.device}; plan for accuracy only (min_speedup=None, on the command line --accuracy-only), "
+        "or for a target with database rows"
     ]
 
 
@@ -147,8 +148,10 @@ def _say_empty(
     passing = [found for found in accurate if found]
     untimed = sum(not any(c.speedup for c in found) for found in passing)
     return (
-        f"nothing is converted: of {len(accurate)} GEMMs, {len(accurate) - len(passing)} have no candidate that is accurate enough, {untimed} none that is also timed, "
-        f"and {len(passing) - untimed} none that is also faster by {policy.min_speedup:g}; hint: loka explain PLAN SITE, or plan.explain(SITE)"
+        f"nothing is converted: of {len(accurate)} GEMMs, {len(accurate) - len(passing)} have no candidate that is "
+        f"accurate enough, {untimed} none that is also timed, "
+        f"and {len(passing) - untimed} none that is also faster by {policy.min_speedup:g}; hint: loka explain PLAN SITE, "
+        "or plan.explain(SITE)"
     )
 
 
@@ -158,8 +161,8 @@ def _unseen_notes(report: ProbeReport) -> list[str]:
     if not unseen:
         return []
     return [
-        f"not judged, and kept in high precision: {name_some(unseen, 6)}; no sampled step called them ({report.sampled_steps} of {report.steps} steps "
-        "were sampled); hint: probe more steps, or with a smaller every="
+        f"not judged, and kept in high precision: {name_some(unseen, 6)}; no sampled step called them "
+        f"({report.sampled_steps} of {report.steps} steps were sampled); hint: probe more steps, or with a smaller every="
     ]
 
 

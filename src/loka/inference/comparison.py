@@ -85,7 +85,7 @@ def compare_arms(
             *(
                 f"{name} differs for no user: its interval is what {len(both):,} users can exclude"
                 for name, pair in pairs.items()
-                if name in found and torch.equal(*pair)
+                if found.get(name) is not None and torch.equal(*pair)
             ),
         ],
         environment=capture_environment(),

@@ -8,8 +8,8 @@ The model may be plain, quantized (`loka.quantize`) or converted (`loka.convert`
 GPU every bucket is captured as one CUDA graph on first use (or ahead, by `warm`), after a warm-up that compiles and
 chooses backends. The kernels of packed weights that the first bucket's run calls are judged at their shapes
 (`loka.placing.judging`), in later buckets those that differ in more than their rows; a wrong one raises an error. (Where
-backends are chosen by measuring, each is judged at its number of rows before it is timed.) All graphs share one memory pool and one set of caches, because
-only one batch runs at a time. On a CPU the same functions run eagerly.
+backends are chosen by measuring, each is judged at its number of rows before it is timed.) All graphs share one memory
+pool and one set of caches, because only one batch runs at a time. On a CPU the same functions run eagerly.
 
 Scheduling is in loka.serving, the translation between items and codes in loka.inference.recommender.
 """

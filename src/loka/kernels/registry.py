@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Lock
 from types import ModuleType
 from typing import Any, cast
 
@@ -57,7 +58,8 @@ class Selection:
 
 
 Hear = Callable[[str, Selection, Any], None]
-_hear: Hear | None = None  # see `listening`
+_hearing: tuple[Hear, ...] = ()  # see `listening`
+_HEARING_CHANGES = Lock()
 
 # op, call, device, backends offered, backend asked for or preferred, whether only that backend may run
 _CacheKey = tuple[str, Any, torch.device, tuple[str, ...] | None, str | None, bool]
@@ -117,6 +119,8 @@ def offering(names: Collection[str]) -> Iterator[None]:
 def listening(hear: Hear) -> Iterator[None]:
     """Tell `hear` of every call that picks a backend inside the block, on any thread; not of code that is being compiled.
 
+    Several threads may listen at the same time: each hears the calls of all.
+
     Args:
         hear: called with the op, the selection and the call.
 
@@ -125,12 +129,14 @@ def listening(hear: Hear) -> Iterator[None]:
         >>> with listening(lambda op, chosen, call: calls.append((op, chosen.name, call))):
         ...     model(batch)
     """
-    global _hear
-    before, _hear = _hear, hear
+    global _hearing
+    with _HEARING_CHANGES:
+        _hearing = (*_hearing, hear)
     try:
         yield
     finally:
-        _hear = before
+        with _HEARING_CHANGES:
+            _hearing = tuple(other for other in _hearing if other is not hear)
 
 
 def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
@@ -191,8 +197,9 @@ def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | N
         chosen = first(op, call, device, prefer=prefer)
         if chosen.name == "reference" and device.type == "cuda":
             _warn_emulated(op, call, chosen.refusals)
-    if not torch.compiler.is_compiling() and _hear is not None:  # in this order: compiled code needs no guard then
-        _hear(op, chosen, call)
+    if not torch.compiler.is_compiling() and _hearing:  # in this order: compiled code needs no guard then
+        for hear in _hearing:
+            hear(op, chosen, call)
     return chosen
 
 

@@ -51,6 +51,10 @@ class ScaledMm(Op[MatmulCall]):
         """See `Op.spell`."""
         return f"{call.a}@{call.b}{'|fast' if call.fast_accum else ''}|{str(call.out_dtype).removeprefix('torch.')}"
 
+    def adopt(self, call: MatmulCall) -> MatmulCall:
+        """See `Op.adopt`. Where the scales of operands came from makes no difference to a product."""
+        return replace(call, a=replace(call.a, mode="dynamic"), b=replace(call.b, mode="dynamic"))
+
     def operands(
         self, call: MatmulCall, *, seed: int, distribution: str, device: torch.device
     ) -> tuple[QTensor, QTensor]:

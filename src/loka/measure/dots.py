@@ -63,7 +63,7 @@ class Dots(Op[PairsCall]):
         """Draw vectors from the distribution, and normal gradients."""
         options: dict[str, Any] = {"device": device, "dtype": call.dtype}
         x = inputs.draw(call.b * call.n, call.d, distribution=distribution, seed=2 * seed, **options)
-        first, second = torch.triu_indices(call.n, call.n, 0 if _includes_diagonal(call) else 1, device=device)
+        first, second = _draw_pairs(call, seed=seed).to(device)
         dy = inputs.draw(call.b, call.pairs, seed=2 * seed + 1, **options)
         return DotsOperands(x.view(call.b, call.n, call.d), first, second, dy)
 
@@ -102,6 +102,15 @@ class Dots(Op[PairsCall]):
     def flops(self, call: PairsCall) -> int:
         """Count one dot product per pair; two for the gradient."""
         return 2 * call.b * call.pairs * call.d * (1 + call.gradient)
+
+
+def _draw_pairs(call: DotsCall, *, seed: int) -> Tensor:
+    """Return as many pairs as the call has: all, with or without those of a vector and itself, else drawn at random."""
+    pairs = torch.triu_indices(call.n, call.n, 0 if _includes_diagonal(call) else 1)
+    if pairs.shape[1] != call.pairs:  # a model may read any pairs, in any order
+        cells = torch.randperm(call.n**2, generator=torch.Generator().manual_seed(seed))[: call.pairs]
+        pairs = torch.stack([cells // call.n, cells % call.n])
+    return pairs
 
 
 def _includes_diagonal(call: DotsCall) -> bool:

@@ -10,7 +10,7 @@ half an FP8 step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -124,6 +124,12 @@ class FusedLinear(Op[Call]):
             out = call.out if isinstance(call.out, Spec) else str(call.out).removeprefix("torch.")
             head = f"{call.a}@{call.b}>{out}"
         return "|".join([head, *options])
+
+    def adopt(self, call: Call) -> Call:
+        """See `Op.adopt`. Where the scales of operands came from makes no difference to a layer."""
+        if not isinstance(call, FusedCall):
+            return call
+        return replace(call, a=replace(call.a, mode="dynamic"), b=replace(call.b, mode="dynamic"))
 
     def shape(self, call: Call) -> dict[str, int]:
         """Return M, K and N; a gradient has no K."""

@@ -31,6 +31,7 @@ from loka.records.prose import name_some, spell_error
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import gradients_aside, undisturbed
 
+WRONG = "a kernel fails the conformance gate"  # how reasons begin, but for those of a step that fails
 Find = Callable[[Collection[str]], list[KernelCall]]  # the calls of a step with these units in low precision only
 
 
@@ -55,6 +56,10 @@ class Judge:
     tell: Callable[[int, int], None] | None = None
     judged: dict[KernelCall, str] = field(default_factory=dict)
 
+    @property
+    def _type(self) -> str:
+        return torch.device(self.device).type
+
     def find_wrong(self, calls: Sequence[KernelCall]) -> dict[KernelCall, str]:
         """Judge those of the calls that were not judged before. Return the wrong ones, and why."""
         unchecked = []
@@ -63,7 +68,8 @@ class Judge:
             if self.tell is not None:
                 self.tell(index + 1, len(new))
             try:
-                verdict = judge_call(one, self.device)
+                with torch.autocast(self._type, enabled=False):  # it would round what kernels are compared with
+                    verdict = judge_call(one, self.device)
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
                 self._note(f"not tested for conformance, for want of memory: {one}")
@@ -72,6 +78,8 @@ class Judge:
                 unchecked.append(str(one))
             else:
                 self.judged[one] = verdict.reason
+        if new and self._type == "cuda":
+            torch.cuda.empty_cache()  # exact results in float64 may have taken most of the GPU
         if unchecked:
             self._note(f"there is no conformance check for {name_some(unchecked, 3)}")
         return {one: self.judged[one] for one in calls if self.judged.get(one)}
@@ -98,7 +106,7 @@ class Judge:
         alone = {one for mine in runs.values() for one in mine}
         together = [one for one in wrong if one not in alone]  # run with all of them only: each may be what causes it
         return {
-            name: f"a kernel fails the conformance gate: {found[0]}: {wrong[found[0]]}"
+            name: f"{WRONG}: {found[0]}: {wrong[found[0]]}"
             for name, mine in runs.items()
             if (found := mine or together)
         }
@@ -106,7 +114,8 @@ class Judge:
     def refuse(self, names: Collection[str], find: Find, *, failing: bool = True) -> dict[str, str]:
         """Find every unit that runs a wrong kernel, or fails: like `blame`, until what is left runs none.
 
-        A step that fails without any unit, too, cannot be judged: a note says so, and no unit is refused for it.
+        A step that fails without any unit, too, cannot be judged, nor can one for which there is not enough memory: a
+        note says so, and no unit is refused for it.
 
         Args:
             names: the units.
@@ -118,6 +127,14 @@ class Judge:
             The reason by name.
         """
         refused: dict[str, str] = {}
+        try:
+            self._refuse(names, find, refused, failing=failing)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
+            self._note("not every kernel was judged, for want of memory for a step in low precision")
+        return refused
+
+    def _refuse(self, names: Collection[str], find: Find, refused: dict[str, str], *, failing: bool) -> None:
         while left := [name for name in names if name not in refused]:
             try:
                 found = self.blame(left, find)
@@ -131,7 +148,6 @@ class Judge:
             if not found:
                 break
             refused |= found
-        return refused
 
     def _find_failing(self, names: Collection[str], find: Find, error: Exception) -> dict[str, str]:
         if (own := _try(find, [])) is not None:
@@ -187,6 +203,7 @@ def plan_unmeasured(model: nn.Module, *, units: Sequence[UnitPlan] = (), sites: 
     )
 
 
+@torch.inference_mode(False)  # under which a step of training has no backward
 def find_planned(model: nn.Module, plan: Plan, example: Any, *, training: bool) -> list[KernelCall]:
     """Return the kernel calls of a step of a model converted by a plan. The model is left as it was.
 
@@ -208,6 +225,7 @@ def find_planned(model: nn.Module, plan: Plan, example: Any, *, training: bool) 
         return find_step(model, example, training=training)
 
 
+@torch.inference_mode(False)
 def find_step(model: nn.Module, example: Any, *, training: bool) -> list[KernelCall]:
     """Return the kernel calls of a step of a model as it is now. The model is left as it was.
 

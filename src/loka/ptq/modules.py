@@ -130,7 +130,7 @@ class _Quantized(nn.Module):
 
     def extra_repr(self) -> str:
         """Show shape and precision."""
-        return f"{tuple(self.weight.shape)}, {self.bound}"
+        return f"{tuple(self.codes.shape)}, {self.bound}"
 
 
 class QuantizedLinear(_Quantized):

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from loka.dispatch.choosing import Limits, make_offers
+from loka.dispatch.choosing import Limits, Offer, make_offers
 from loka.placing.judging import Judge
 from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
@@ -107,9 +107,7 @@ class Session:
             with call.phase("paired training"):
                 trained = rehearsal.verify_training(call, selection)
         with call.phase("verify the step"):
-            if selection.offers != before_training:
-                metric.hold_margin(call, selection, selection.used)
-            step = self._verify_step(selection, trained)
+            step = self._verify_step(selection, before_training, trained)
         if not selection.offers and selection.mods:
             metric.judge_rewrites(call, selection)
         parts: list[TablePlan | CollectivePlan] = []
@@ -138,9 +136,11 @@ class Session:
             may_drop_mods=may_drop_mods,
         )
 
-    def _verify_step(self, selection: Selection, trained: Interval | None) -> StepTimes:
+    def _verify_step(self, selection: Selection, before_training: list[Offer], trained: Interval | None) -> StepTimes:
         """Settle the selection by the time of the whole step, and note what its times and verdicts hold for."""
-        call, offered = self.call, selection.offers
+        call, offered = self.call, selection.offers  # those that the paired training run ended with
+        if offered != before_training:
+            metric.hold_margin(call, selection, selection.used)
         step = self._settle(selection)
         if step.medians and not call.cuda_graph:
             call.notes.append(

@@ -12,8 +12,9 @@ from loka.records import Conversion, Interval, Plan, RecordError, load, save
 from loka.records.tuning import TunedUnit, Tuning
 from loka.report import Results, write_html
 
-# What a call leaves in its folder besides its evidence; `ranker` is written by `loka tune --serve`.
-RESULT = ("tuning.json", "plan.json", "conversion.json", "report.html", "ranker")
+# What a call leaves in its folder besides its evidence; `ranker` is written by `loka tune --serve`. The record is moved
+# last: as long as it is there, so is something to move, and a folder without it is one whose move was interrupted.
+RESULT = ("plan.json", "conversion.json", "report.html", "ranker", "tuning.json")
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ def keep_earlier(folder: Path, record: Tuning) -> Path | None:
             return None
     except RecordError:
         pass  # of another version, or damaged: not ours to replace
-    place = next(path for n in itertools.count(1) if not (path := folder / f"earlier-{n}").exists())
-    place.mkdir()
+    place = next(p for n in itertools.count(1) if not ((p := folder / f"earlier-{n}") / "tuning.json").exists())
+    place.mkdir(exist_ok=True)
     for name in RESULT:
         if (folder / name).exists():
             (folder / name).rename(place / name)
