@@ -31,6 +31,7 @@ from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import chains_of
 from loka.lowp.chain_handing import AnotherPathError
+from loka.lowp.chain_modules import remaining_chains
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
@@ -371,7 +372,7 @@ def converted(model: nn.Module, plan: Plan) -> Iterator[Conversion]:
 def _release(model: nn.Module) -> int:
     for _, layer in list(interactions_of(model)):
         release_interaction(layer)
-    linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
+    linears, chains = [linear for _, linear in linears_of(model)], remaining_chains(model)
     unshare_inputs(model)
     for linear in linears:
         linear.release()
