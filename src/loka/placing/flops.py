@@ -109,6 +109,7 @@ def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
         given = tuple(example) if isinstance(example, list) else example
         out = example() if callable(example) else try_example(model, given)
-        leaves = [t for t in tensors_in(out) if t.requires_grad]  # `out` may be any structure, also a dataclass
+        # `out` may be any structure, also a dataclass; a parameter in it requires a gradient in eval mode, too
+        leaves = [t for t in tensors_in(out) if t.requires_grad and torch.is_grad_enabled()]
         if leaves:  # not torch.autograd.grad, which checkpoint(use_reentrant=True) does not support
             torch.autograd.backward([(t.abs() if t.is_complex() else t).float().sum() for t in leaves])
