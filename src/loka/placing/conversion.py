@@ -46,7 +46,7 @@ from loka.records import Conversion, Plan
 from loka.records.prose import name_some
 from loka.units import place, place_tables, refuse_tables, release_tables
 from loka.units.example import NotCalledError, call_model, capture_example
-from loka.units.undisturbed import undisturbed
+from loka.units.undisturbed import sparing_weights, undisturbed
 
 _THAWED = "_loka_thawed"  # attribute of a frozen model: training modes and requires_grad flags from before the freeze
 _MODS = "_loka_converted_with"  # attribute of a converted model: the mods its plan applied, and the effect of each
@@ -186,7 +186,7 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
     undo.callback(mods.revert, model)
     if callable(example):  # a function that runs the model; mods need the arguments of a call
         run, example = example, None
-        with undisturbed(model), suppress(NotCalledError):  # it may call only parts of the model
+        with undisturbed(model), sparing_weights(model), suppress(NotCalledError):  # it may call only parts of the model
             example = capture_example(model, run, stop=True)
     done = mods.apply(model, [mods.parse(text) for text in spelled], example=example)
     effects = {text: [c.effect for c in done.summary.changed if text.startswith(c.mod)] for text in spelled}
@@ -212,7 +212,7 @@ def _place(model: nn.Module, bound: Bound, undo: ExitStack) -> None:
 
 def _rehearse(model: nn.Module, example: Any) -> None:
     """Run the example once. Functional activations and ops between two linears only show up in a forward."""
-    with undisturbed(model), torch.no_grad(), noting_inputs(model):
+    with undisturbed(model), sparing_weights(model), torch.no_grad(), noting_inputs(model):
         model.eval()
         try:
             given = tuple(example) if isinstance(example, list) else example

@@ -19,7 +19,7 @@ from loka.lowp.binding import LinearBinding
 from loka.nn.jagged import dense
 from loka.nn.wrapping import named_sites
 from loka.units.example import tensors_in, try_example
-from loka.units.undisturbed import gradients_aside, undisturbed
+from loka.units.undisturbed import gradients_aside, sparing_weights, undisturbed
 
 _MORE: dict[Any, Any] = {  # missing in torch's own registry: attention on a CPU, and what nested tensors do not take apart
     torch.ops.aten.linear: lambda x, w, *_, **__: 2 * x.numel() * w.shape[0],
@@ -66,8 +66,9 @@ def low_precision_share(
     ]
     try:
         # in inference mode torch does not take a linear apart into a GEMM, which has a formula
-        with torch.inference_mode(False), undisturbed(model), gradients_aside(model), _FlopCounter() as counted:
-            _run(model, example)
+        with torch.inference_mode(False), undisturbed(model), gradients_aside(model), sparing_weights(model):
+            with _FlopCounter() as counted:
+                _run(model, example)
     finally:
         for handle in handles:
             handle.remove()
