@@ -186,7 +186,11 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
     undo.callback(mods.revert, model)
     if callable(example):  # a function that runs the model; mods need the arguments of a call
         run, example = example, None
-        with undisturbed(model), sparing_weights(model), suppress(NotCalledError):  # it may call only parts of the model
+        with (
+            undisturbed(model),
+            sparing_weights(model),
+            suppress(NotCalledError),
+        ):  # it may call only parts of the model
             example = capture_example(model, run, stop=True)
     done = mods.apply(model, [mods.parse(text) for text in spelled], example=example)
     effects = {text: [c.effect for c in done.summary.changed if text.startswith(c.mod)] for text in spelled}

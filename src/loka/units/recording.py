@@ -60,7 +60,13 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
         return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
     recorder = _Recorder(model)
     try:
-        with undisturbed(model), sparing_weights(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
+        with (
+            undisturbed(model),
+            sparing_weights(model),
+            ordinary_encoders(),
+            recorder.watching(training),
+            torch.no_grad(),
+        ):
             result = recorder.run_on_meta() if on_meta else call_model(model, example)
             return recorder.finish(result)  # before `undisturbed` restores the attributes, which may hold results
     except Exception as error:  # a user's forward may raise anything; mods can do without a flow and report it
