@@ -181,10 +181,8 @@ def remaining_chains(model: nn.Module) -> "list[Chain]":
 
     A user may have assigned another module in its place. The later modules are then of no use until `Chain.release`.
     """
-    found: dict[int, Chain] = {}
+    found: list[Any] = []
     for module in model.modules():
         mode: HandOn | None = module.__dict__.get(CALLS)
-        for chain in (chain_of(module), *([] if mode is None else mode.chains)):
-            if chain is not None:
-                found[id(chain)] = chain
-    return list(found.values())
+        found += [chain_of(module), *([] if mode is None else mode.chains)]
+    return list({id(chain): chain for chain in found if chain is not None}.values())

@@ -63,9 +63,11 @@ def refuse_tracing(converted: Any) -> None:
             f"{converted.name or 'a linear'} is converted: torch.onnx.export and torch.export do not support its "
             f"scales and casts; {_HINT}"
         )
-    if torch.jit.is_tracing():
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace
         refuse_script(converted.name)
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         raise ValueError(
             f"{converted.name or 'a linear'} is converted: its kernels, scales and cached weights have no rules for the "
             "transforms of torch.func (grad, vjp, jvp, vmap, jacrev, ...); hint: loka.revert(model) first, or "

@@ -66,9 +66,14 @@ def low_precision_share(
     ]
     try:
         # in inference mode torch does not take a linear apart into a GEMM, which has a formula
-        with torch.inference_mode(False), undisturbed(model), gradients_aside(model), sparing_weights(model):
-            with _FlopCounter() as counted:
-                _run(model, example)
+        with (
+            torch.inference_mode(False),
+            undisturbed(model),
+            gradients_aside(model),
+            sparing_weights(model),
+            _FlopCounter() as counted,
+        ):
+            _run(model, example)
     finally:
         for handle in handles:
             handle.remove()
