@@ -585,3 +585,26 @@ def test_transforms_of_functions_are_refused_with_a_hint(how: str, chain: bool) 
         TRANSFORMS[how](mlp, x)
     held = {name: p.detach() for name, p in mlp.named_parameters()}
     assert torch.equal(torch.func.functional_call(mlp, held, (x,)), expected)
+
+
+DERIVATIVES = {
+    "penalty": lambda model, x: torch.autograd.grad(model(x).square().sum(), x, create_graph=True),
+    "Hessian": lambda model, x: torch.autograd.functional.hessian(lambda given: model(given).square().sum(), x[:1]),
+    "product with it": lambda model, x: torch.autograd.functional.hvp(lambda given: model(given).square().sum(), x, x),
+    "in batches": lambda model, x: torch.autograd.functional.jacobian(model, x[:2], vectorize=True),
+    "a trace": lambda model, x: torch.jit.trace(model, x),
+}
+
+
+@pytest.mark.parametrize("how", DERIVATIVES)
+@pytest.mark.parametrize("chain", [False, True])
+def test_second_derivatives_are_refused_and_not_zero(how: str, chain: bool) -> None:
+    mlp, x = make_tower(norm="layer"), torch.randn(8, 70, requires_grad=True)
+    if chain:
+        chained(mlp)
+    else:
+        loka.convert(mlp, recipe="rowwise")
+    with pytest.raises((RuntimeError, ValueError), match=r"converted.*loka.revert\(model\)"):
+        DERIVATIVES[how](mlp, x)
+    (slope,) = torch.autograd.grad(mlp(x).sum(), x)
+    assert slope.abs().sum() > 0

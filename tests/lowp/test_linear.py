@@ -432,9 +432,8 @@ class TestRefusals:
         _, linear = make("rowwise", 16, 8)
         x = torch.randn(2, 16, requires_grad=True)
         loss = linear(x).square().sum()
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            (loss + slope.square().sum()).backward()
+        with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*hint: loka\.revert"):
+            torch.autograd.grad(loss, x, create_graph=True)
 
     def test_a_parametrised_weight(self) -> None:
         plain = nn.Linear(16, 8)

@@ -367,3 +367,55 @@ def test_a_layer_in_fp16_passes_with_rows_that_overflow() -> None:
         "fused_linear", SimpleNamespace(run=layer.run, supports=layer.supports), call, "cpu", moved=False
     )
     assert verdict, verdict.reason
+
+
+@pytest.mark.parametrize("gain", [0.97, 0.99, 1.01])
+@pytest.mark.parametrize("variant", [LAYERS[0], LAYERS[3], "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|relu|nonorm"])
+def test_a_layer_that_is_larger_by_a_factor_is_noticed(variant: str, gain: float) -> None:
+    """Less than a code by itself, and no more noise than twice the usual; but all elements err to one side."""
+    _, call, _ = prepare("fused_linear", variant, shape=(64, 128, 96))
+
+    def run(a, b, call, *, out_scale=None, **given):
+        result = layer.run(a, b, call, out_scale=out_scale / gain, **given)
+        return replace(result, y=replace(result.y, scale=out_scale))
+
+    verdict = judge_backend("fused_linear", SimpleNamespace(supports=layer.supports, run=run), call, "cpu")
+    assert not verdict
+    assert "the gain is off by" in verdict.reason
+
+
+def test_a_layer_that_returns_another_scale_is_noticed() -> None:
+    """Later kernels are given the one that was asked for."""
+    _, call, _ = prepare("fused_linear", LAYERS[0])
+    wrong = Wrong(layer, lambda result: replace(result, y=replace(result.y, scale=result.y.scale * 1.001)))
+    wrong.supports = layer.supports
+    verdict = judge_backend("fused_linear", wrong, call, "cpu")
+    assert "y: its scale is" in verdict.reason
+
+
+def test_an_amax_that_misses_the_last_row_is_noticed() -> None:
+    _, call, _ = prepare("fused_linear", "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|relu|nonorm|amax", shape=(64, 128, 96))  # fmt: skip
+
+    def run(a, b, call, *, amax=None, **given):
+        if amax is not None:
+            first = QTensor(a.data[:-1].contiguous(), a.scale, a.spec)
+            layer.run(first, b, replace(call, m=call.m - 1), amax=amax, **given)
+        return layer.run(a, b, replace(call, amax=False), **given)
+
+    verdict = judge_backend("fused_linear", SimpleNamespace(supports=layer.supports, run=run), call, "cpu")
+    assert "amax is" in verdict.reason
+
+
+@pytest.mark.parametrize("fault", ["half", "never", "lowered"])
+def test_a_norm_with_a_wrong_amax_is_noticed(fault: str) -> None:
+    _, call, _ = prepare("norm_quantize", NORMS[4])
+
+    def run(x, call, *, amax=None, **given):
+        seen = torch.zeros(())
+        result = norm.run(x, call, amax=seen, **given)
+        if amax is not None and fault != "never":
+            amax.copy_(seen if fault == "lowered" else torch.maximum(amax, seen / 2))
+        return result
+
+    verdict = judge_backend("norm_quantize", SimpleNamespace(supports=norm.supports, run=run), call, "cpu")
+    assert "amax is" in verdict.reason

@@ -88,6 +88,24 @@ def test_inference_mode_counts_the_same(training: bool) -> None:
     assert shares[0] == shares[1]
 
 
+class Weighing(Named):
+    """Returns a parameter too, for a loss that learns the weights of its tasks: it requires a gradient in any mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.weight
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_parameter_among_the_results(training: bool) -> None:
+    expected = convert(Named().train(training), recipe="rowwise", example=torch.ones(8, 64))
+    done = convert(Weighing().train(training), recipe="rowwise", freeze=not training, example=torch.ones(8, 64))
+    assert done.low_precision_share == expected.low_precision_share
+
+
 class Reading(Named):
     """Reads the weight of its second linear without calling it."""
 

@@ -422,6 +422,22 @@ def test_without_a_torch_optimizer_refresh_ends_a_step() -> None:
     assert all(chain.primed and chain.gradients_primed for _, chain in chains_of(model))
 
 
+@pytest.mark.parametrize("at", ["deep1", "deep2"])
+def test_a_model_that_got_another_linear_is_reverted_completely(at: str) -> None:
+    """Also if it replaces the first linear of a chain, which runs all of it."""
+    model, x = converted("cross")
+    linear = model.get_submodule(at)
+    assert chain_of(linear) is not None
+    setattr(model, at, nn.Linear(linear.in_features, linear.out_features))
+    with pytest.raises(AnotherPathError):
+        model(*x)
+    loka.revert(model)
+    assert not any("loka" in key for module in model.modules() for key in vars(module))
+    assert torch.equal(model(*x), copy.deepcopy(model)(*x))
+    loka.convert(model, plan_everything(model, x))
+    model(*x).sum().backward()
+
+
 def test_a_plan_may_call_a_linear_by_another_of_its_names() -> None:
     model, x = make("cross")
     model.alias = model.deep1

@@ -1,11 +1,14 @@
 """A model that was looked at is what it was, whatever its forward writes to."""
 
 from collections import Counter, deque
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import loka
+from loka.placing import plan_everything
 from loka.units.undisturbed import undisturbed
 
 
@@ -66,3 +69,56 @@ def test_tune_leaves_an_auxiliary_loss_to_the_loop_of_training() -> None:
     tuned = loka.tune(model, batches, lambda out, y: (out - y).square(), margin=0.5, progress=False)
     assert tuned.plan.units
     assert kept_in(model) == before
+
+
+def follow_in_place(target: Tensor, online: Tensor) -> None:
+    with torch.no_grad():
+        target.mul_(0.9).add_(online, alpha=0.1)
+
+
+def follow_by_data(target: Tensor, online: Tensor) -> None:
+    target.data.lerp_(online.data, 0.1)
+
+
+def follow_at_once(target: Tensor, online: Tensor) -> None:
+    torch._foreach_lerp_([target.data], [online.data], 0.1)
+
+
+def follow_elsewhere(target: Tensor, online: Tensor) -> None:
+    target.data = target.data * 0.9 + online.data * 0.1
+
+
+class Following(nn.Module):
+    """A target network that follows the other one in every forward of training, as in MoCo and BYOL."""
+
+    def __init__(self, follow: Any) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.target = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).requires_grad_(False)
+        self.last, self.follow = nn.Linear(64, 1), follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                self.follow(target, online)
+        return self.last(self.online(x) * self.target(x)).squeeze(-1)
+
+
+@pytest.mark.parametrize("follow", [follow_in_place, follow_by_data, follow_at_once, follow_elsewhere])
+@pytest.mark.parametrize("how", ["plan", "convert", "tune"])
+def test_weights_that_a_forward_writes_to_are_put_back(follow: Any, how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Following(follow), torch.randn(32, 64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    places = [p.data_ptr() for p in model.parameters()]
+    if how == "plan":
+        plan_everything(model, x)
+    elif how == "convert":
+        loka.convert(model, recipe="rowwise", example=x)
+    else:
+        batches = [(torch.randn(32, 64), torch.rand(32)) for _ in range(4)]
+        loka.tune(model, batches, lambda y, t: (y - t).square(), margin=0.5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [p.data_ptr() for p in model.parameters()] == places
+    model(x)  # not under `undisturbed`: it follows
+    assert not torch.equal(model.target[0].weight, before["target.0.weight"])

@@ -174,3 +174,15 @@ def chains_of(model: nn.Module) -> "Iterator[tuple[str, Chain]]":
             chain = chain_of(module)
             assert chain is not None
             yield name, chain
+
+
+def remaining_chains(model: nn.Module) -> "list[Chain]":
+    """Return every chain that a module of a model is part of, also where its first linear has left the model.
+
+    A user may have assigned another module in its place. The later modules are then of no use until `Chain.release`.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        mode: HandOn | None = module.__dict__.get(CALLS)
+        found += [chain_of(module), *([] if mode is None else mode.chains)]
+    return list({id(chain): chain for chain in found if chain is not None}.values())

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from loka.lowp.chain_backward import Gradients, cast_to, run_backward
 from loka.lowp.chain_forward import quantize_input_both, run_forward
 from loka.lowp.chain_function import ChainTensors, Layout
+from loka.lowp.leaving import only_once
 
 
 class ChainFunction(torch.autograd.Function):
@@ -26,7 +26,7 @@ class ChainFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx and the gradients of weights, biases and norms."""
         needs_input, _, _, *needs = ctx.needs_input_grad

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from loka.formats import QTensor
 from loka.kernels import registry
@@ -27,7 +26,7 @@ from loka.lowp.chain import Chain, chain_of
 from loka.lowp.chain_forward import run_forward
 from loka.lowp.chain_function import ChainTensors, Layout
 from loka.lowp.chain_node import restore_chain, save_chain, spread
-from loka.lowp.leaving import refuse_tracing
+from loka.lowp.leaving import only_once, refuse_tracing
 from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.mixing import mix, unmix
 from loka.nn.norm import BLOCK, BlockNorm
@@ -50,7 +49,7 @@ class _Layer(torch.autograd.Function):
         return following
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, mix, following, rstd, *kept = ctx.saved_tensors
         call = ctx.call

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from loka.formats import QTensor, Spec
 from loka.kernels import prepared, registry
@@ -19,6 +18,7 @@ from loka.kernels.scaled_mm import GemmWay, scaled_mm
 from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.lowp.binding import LinearBinding
 from loka.lowp.health import BACKWARD, quantization_error, record, sampled_error, turn_of
+from loka.lowp.leaving import only_once
 from loka.lowp.scaling import delayed_scale, find_amax
 from loka.lowp.weight_cache import quantize_pair
 
@@ -118,7 +118,7 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx and dW."""
         # A backward may run under autocast, which must be disabled, but not when it is traced: its products are in

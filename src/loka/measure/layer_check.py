@@ -78,6 +78,8 @@ def check_layer(backend: Any, call: FusedCall, o: LayerOperands) -> Conformance:
     """Check all results against float64, plain and with poisoned allocations, and that they are new memory."""
     law = layer_law(call, o.a, o.b, o.bias, o.dropout)
     first = run_layer(backend, call, o)
+    if o.scale is not None and (wrong := _judge_scale(first.y, o.scale * law.raised, what="y")) is not None:
+        return wrong
     verdict = _judge(call, first, law)
     if not verdict or not law.y.numel():
         return verdict
@@ -111,6 +113,13 @@ def _places(result: FusedResult) -> set[int]:
     """Return where the results begin in memory, but for scales, which may be an operand's."""
     parts = (result.y, result.y_t, result.z, result.rstd)
     return {(part.data if isinstance(part, QTensor) else part).data_ptr() for part in parts if part is not None}
+
+
+def _judge_scale(q: QTensor | Tensor | None, given: Tensor, *, what: str) -> Conformance | None:
+    """Return a failed verdict if a result does not have the scale that was given, which later kernels are given too."""
+    if not isinstance(q, QTensor) or torch.allclose(q.scale.reshape(()).float(), given.float(), rtol=1e-6, atol=0.0):
+        return None
+    return Conformance.failed(f"{what}: its scale is {float(q.scale)}, {float(given)} was given")
 
 
 def _judge_amax(backend: Any, call: FusedCall, o: LayerOperands, law: LayerLaw) -> Conformance:

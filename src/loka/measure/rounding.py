@@ -5,6 +5,8 @@ float64:
 
     |q - x / scale|  <= half an ulp of x / scale + error / scale each element; the ulp of the binade of x / scale
     rms(q * scale - x)  <=  1.05 * rms(reference - x)                      the whole: no more noise than the reference
+    |<q * scale - reference, x>|  <=  2^-10 <x, x>                          the whole: not smaller or larger by a factor;
+                                                                           plus chance, if differences have random signs
     |scale / reference - 1|  <=  error / amax                              each scale computed by the kernel
 
 `error` is the largest error of a single element before rounding (tensor core sums, float32); the typical error is an
@@ -71,7 +73,8 @@ def as_share(verdict: Conformance) -> Conformance:
     return Conformance(verdict.ok, verdict.error / verdict.tolerance, 1.0, verdict.reason)
 
 
-NOISE = 1.05
+NOISE, GAIN = 1.05, 2.0**-10
+CHANCE = 2.5  # standard deviations of a sum of random signs
 _HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of a binade, and of the subnormals
 
 
@@ -112,8 +115,13 @@ def _looks_fp8(q: QTensor, values: Tensor, exact: Tensor, error: Tensor) -> dict
     allowed = (binade * ulp).clamp(min=smallest) + error / scale
     target = scaled.clamp(-q.spec.format.max, q.spec.format.max)
     law = quantize(exact, q.spec, scale=None if q.spec.mode == "dynamic" else q.scale)
-    noise = _rms(law.dequantize().double() - exact)
+    expected = law.dequantize().double()
+    noise = _rms(expected - exact)
+    shifted = ((values * scale - expected) * exact).nan_to_num(0.0, 0.0, 0.0)
+    explained = GAIN * exact.square().nan_to_num(0.0, 0.0, 0.0).sum() + CHANCE * shifted.norm()
+    explained += (error.expand_as(exact) * exact.abs()).nan_to_num(0.0, 0.0, 0.0).sum() / ELEMENT_ALLOWANCE + TINY
     looks = {
+        "the gain is off by": float(shifted.sum().abs() / explained),
         "an element is": _largest((values - target).abs() / allowed),
         "the noise is": _rms(values * scale - exact) / (NOISE * noise + _rms(error) / ELEMENT_ALLOWANCE + TINY),
     }

@@ -32,7 +32,7 @@ from loka.records.mods import ModClass
 from loka.units.example import call_model, tensors_in
 from loka.units.flow import Flow
 from loka.units.recording import record
-from loka.units.undisturbed import set_mode, undisturbed
+from loka.units.undisturbed import set_mode, sparing_weights, undisturbed
 
 Mode = Literal["eval", "training", "autocast"]
 SEED = 20
@@ -141,7 +141,12 @@ class Trial:
         dropout = _OrderedDropout(off=self._low) if mode == "training" else nullcontext()
         chains = without_dropout() if self._low else nullcontext()
         try:
-            with undisturbed(self._model), torch.set_grad_enabled(mode == "training"), chains:
+            with (
+                undisturbed(self._model),
+                sparing_weights(self._model),
+                torch.set_grad_enabled(mode == "training"),
+                chains,
+            ):
                 set_mode(self._model, mode == "training")
                 _seed()
                 with torch.autocast(kind, dtype=torch.bfloat16, enabled=mode == "autocast"), dropout:

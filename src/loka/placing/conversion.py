@@ -31,6 +31,7 @@ from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import chains_of
 from loka.lowp.chain_handing import AnotherPathError
+from loka.lowp.chain_modules import remaining_chains
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
@@ -45,7 +46,7 @@ from loka.records import Conversion, Plan
 from loka.records.prose import name_some
 from loka.units import place, place_tables, refuse_tables, release_tables
 from loka.units.example import NotCalledError, call_model, capture_example
-from loka.units.undisturbed import undisturbed
+from loka.units.undisturbed import sparing_weights, undisturbed
 
 _THAWED = "_loka_thawed"  # attribute of a frozen model: training modes and requires_grad flags from before the freeze
 _MODS = "_loka_converted_with"  # attribute of a converted model: the mods its plan applied, and the effect of each
@@ -185,7 +186,11 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
     undo.callback(mods.revert, model)
     if callable(example):  # a function that runs the model; mods need the arguments of a call
         run, example = example, None
-        with undisturbed(model), suppress(NotCalledError):  # it may call only parts of the model
+        with (
+            undisturbed(model),
+            sparing_weights(model),
+            suppress(NotCalledError),
+        ):  # it may call only parts of the model
             example = capture_example(model, run, stop=True)
     done = mods.apply(model, [mods.parse(text) for text in spelled], example=example)
     effects = {text: [c.effect for c in done.summary.changed if text.startswith(c.mod)] for text in spelled}
@@ -211,7 +216,7 @@ def _place(model: nn.Module, bound: Bound, undo: ExitStack) -> None:
 
 def _rehearse(model: nn.Module, example: Any) -> None:
     """Run the example once. Functional activations and ops between two linears only show up in a forward."""
-    with undisturbed(model), torch.no_grad(), noting_inputs(model):
+    with undisturbed(model), sparing_weights(model), torch.no_grad(), noting_inputs(model):
         model.eval()
         try:
             given = tuple(example) if isinstance(example, list) else example
@@ -371,7 +376,7 @@ def converted(model: nn.Module, plan: Plan) -> Iterator[Conversion]:
 def _release(model: nn.Module) -> int:
     for _, layer in list(interactions_of(model)):
         release_interaction(layer)
-    linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
+    linears, chains = [linear for _, linear in linears_of(model)], remaining_chains(model)
     unshare_inputs(model)
     for linear in linears:
         linear.release()

@@ -19,7 +19,7 @@ from loka.lowp.binding import LinearBinding
 from loka.nn.jagged import dense
 from loka.nn.wrapping import named_sites
 from loka.units.example import tensors_in, try_example
-from loka.units.undisturbed import gradients_aside, undisturbed
+from loka.units.undisturbed import gradients_aside, sparing_weights, undisturbed
 
 _MORE: dict[Any, Any] = {  # missing in torch's own registry: attention on a CPU, and what nested tensors do not take apart
     torch.ops.aten.linear: lambda x, w, *_, **__: 2 * x.numel() * w.shape[0],
@@ -66,7 +66,13 @@ def low_precision_share(
     ]
     try:
         # in inference mode torch does not take a linear apart into a GEMM, which has a formula
-        with torch.inference_mode(False), undisturbed(model), gradients_aside(model), _FlopCounter() as counted:
+        with (
+            torch.inference_mode(False),
+            undisturbed(model),
+            gradients_aside(model),
+            sparing_weights(model),
+            _FlopCounter() as counted,
+        ):
             _run(model, example)
     finally:
         for handle in handles:
@@ -109,6 +115,7 @@ def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
         given = tuple(example) if isinstance(example, list) else example
         out = example() if callable(example) else try_example(model, given)
-        leaves = [t for t in tensors_in(out) if t.requires_grad]  # `out` may be any structure, also a dataclass
+        # `out` may be any structure, also a dataclass; a parameter in it requires a gradient in eval mode, too
+        leaves = [t for t in tensors_in(out) if t.requires_grad and torch.is_grad_enabled()]
         if leaves:  # not torch.autograd.grad, which checkpoint(use_reentrant=True) does not support
             torch.autograd.backward([(t.abs() if t.is_complex() else t).float().sum() for t in leaves])

@@ -48,7 +48,7 @@ from loka.records import Plan
 from loka.tuning.call import Call, Selection
 from loka.tuning.looking import ROWS
 from loka.units.example import tensors_in
-from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
+from loka.units.undisturbed import gradients_aside, put_weight, train_recurrent, undisturbed
 
 BATCHES = 2  # batches to run
 # Least cos^2 of a gradient and the 16-bit one. FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more.
@@ -468,14 +468,13 @@ def _nudged(model: nn.Module, linears: Collection[str]) -> Iterator[None]:
         for p in module.parameters()
         if p.is_floating_point() and p.dim() > 1
     }
-    kept = [(p, p.detach().clone()) for p in weights.values()]
+    kept = [(p, p.detach(), p.detach().clone()) for p in weights.values()]
     try:
         with torch.no_grad():
-            for p, before in kept:
+            for p, _, before in kept:
                 generator = torch.Generator(device=p.device).manual_seed(1)
                 p.add_(before * NUDGE * torch.randn(p.shape, generator=generator, device=p.device).to(p.dtype))
         yield
     finally:
-        with torch.no_grad():
-            for p, before in kept:
-                p.copy_(before)
+        for p, memory, before in kept:
+            put_weight(p, memory, before)

@@ -10,6 +10,7 @@ import torch
 
 from loka.dispatch.choosing import Offer, take_apart
 from loka.lowp.chain_handing import AnotherPathError
+from loka.lowp.leaving import TWICE
 from loka.placing import converted
 from loka.probe.paired import spell_change
 from loka.records import Interval
@@ -18,8 +19,6 @@ from loka.tuning.attempt import attempt, spell_error
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import train_paired
 from loka.units.undisturbed import gradients_aside, undisturbed
-
-_TWICE = "differentiate twice"  # part of autograd's message for a function that has only a first derivative
 
 
 def rehearse(call: Call, selection: Selection) -> None:
@@ -69,7 +68,7 @@ def run_step(call: Call, batch: Any) -> None:
 
 def _say_failure(call: Call, error: Exception) -> str:
     """Return the reason to drop an offer whose training step raised an error."""
-    if _TWICE in str(error):
+    if TWICE in str(error):
         return "the step differentiates it twice, as a gradient penalty does, which is not supported in low precision"
     step = "a training step" if call.training else "the model"
     return f"{step} fails with it in low precision: {spell_error(error)}"

@@ -39,7 +39,7 @@ from loka.tuning.metric import swap_all
 from loka.tuning.task import Task
 from loka.units import find_collectives, find_tables, place_tables, refuse_tables, release_tables
 from loka.units.tables import dense_matrices, row_bytes
-from loka.units.undisturbed import undisturbed
+from loka.units.undisturbed import put_weight, undisturbed
 
 TRAINED = ("int8:row", "e4m3:row:pow2", "bfloat16")
 SERVED = ("int4:row", "int8:row", "e4m3:row", "bfloat16")
@@ -239,16 +239,16 @@ def _try_codecs(names: Sequence[str], elements: int, tensors: Sequence[Tensor]) 
 @contextmanager
 def rounded_weights(model: nn.Module, codec: str) -> Iterator[None]:
     """Give dense matrices the values that an all-gather with this codec delivers, inside the block."""
-    chosen, before = parse_codec(codec), [(p, p.detach().clone()) for _, p in dense_matrices(model)]
+    chosen = parse_codec(codec)
+    before = [(p, p.detach(), p.detach().clone()) for _, p in dense_matrices(model)]
     try:
         with torch.no_grad():
-            for p, value in before:
+            for p, _, value in before:
                 p.copy_(_round_trip(chosen, value.flatten()).view_as(p))
         yield
     finally:
-        with torch.no_grad():
-            for p, value in before:
-                p.copy_(value)
+        for p, memory, value in before:
+            put_weight(p, memory, value)
 
 
 def _round_trip(codec: Codec, flat: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from loka.measure.device import device_of
 from loka.tuning.batches import keep_batches, versions_of
 from loka.units.example import Example, NotCalledError, Steps, call_model, capture_example, copy_containers, tensors_in
-from loka.units.undisturbed import undisturbed
+from loka.units.undisturbed import sparing_weights, undisturbed
 
 Step = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # makes one from the parameters of a model
@@ -146,7 +146,10 @@ class Task:
                 raise ValueError(f"the step calls backward: {calls}") from error
             raise
         if versions_of(weights) != before[0]:
-            raise ValueError(f"the step changes the weights of the model: {calls}")
+            raise ValueError(
+                f"the step changes the weights of the model: {calls}; hint: what a forward does to weights (to those of "
+                "a target network) can stay with loss=, or move to the training loop"
+            )
         if versions_of(given) != before[1]:
             raise ValueError(
                 "the step changes its batch in place, so repeated runs would see different data; hint: "
@@ -183,7 +186,7 @@ class Task:
 
     def example(self) -> Example | None:
         """Return the arguments of one call of the model, or None if the step only calls parts of the model."""
-        with undisturbed(self.model), suppress(NotCalledError):
+        with undisturbed(self.model), sparing_weights(self.model), suppress(NotCalledError):
             return capture_example(self.model, lambda: self.losses(self.model.eval(), self.kept[0]))
         return None
 

@@ -20,7 +20,7 @@ from loka.nn.wrapping import is_scripted, named_sites
 from loka.units.example import Steps
 from loka.units.flow import Flow
 from loka.units.recording import Unknown, record, record_steps
-from loka.units.undisturbed import keep_randomness, ordinary_encoders, set_mode, undisturbed
+from loka.units.undisturbed import keep_randomness, ordinary_encoders, set_mode, sparing_weights, undisturbed
 
 MOST = 16  # the maximum number of recorded paths; a chain raises if the model takes a different one later
 
@@ -93,7 +93,7 @@ def _find_trails(model: nn.Module, runs: Sequence[Callable[[], Any]], training: 
     def note(module: nn.Module, args: Any) -> None:
         trail.append(id(module))
 
-    with undisturbed(model), ordinary_encoders(), torch.no_grad():
+    with undisturbed(model), sparing_weights(model), ordinary_encoders(), torch.no_grad():
         handles = [m.register_forward_pre_hook(note) for m in model.modules() if not is_scripted(m)]
         try:
             set_mode(model, training)

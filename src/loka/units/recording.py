@@ -22,7 +22,7 @@ from loka.lowp.passing import is_hidden, spell_call
 from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.flow import CUTS, STEP, Call, Flow, Span
-from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
+from loka.units.undisturbed import ordinary_encoders, set_mode, sparing_weights, undisturbed
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,13 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
         return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
     recorder = _Recorder(model)
     try:
-        with undisturbed(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
+        with (
+            undisturbed(model),
+            sparing_weights(model),
+            ordinary_encoders(),
+            recorder.watching(training),
+            torch.no_grad(),
+        ):
             result = recorder.run_on_meta() if on_meta else call_model(model, example)
             return recorder.finish(result)  # before `undisturbed` restores the attributes, which may hold results
     except Exception as error:  # a user's forward may raise anything; mods can do without a flow and report it
@@ -80,7 +86,7 @@ def record_steps(model: nn.Module, run: Callable[[], Any], *, training: bool = F
         them are recorded as inside `STEP`.
     """
     recorder = _Recorder(model, steps=True)
-    with undisturbed(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
+    with undisturbed(model), sparing_weights(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
         run()
         return recorder.finish_steps()
 

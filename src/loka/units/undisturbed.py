@@ -6,6 +6,11 @@ values kept for an auxiliary loss, a counter tensor that is no buffer, a list, d
 use `gradients_aside`: it restores gradients and disables post-accumulate hooks, by which an optimizer may step inside
 backward.
 
+A forward may even write to parameters: a target network that follows another one, weights that are clamped or
+normalized. Parameters are too large to copy all of them. One that got other memory (`p.data = ...`) gets its own back.
+Writes in place are seen by `sparing_weights`, which surrounds the first runs of a model; from then on, `undisturbed`
+copies the parameters that were written to.
+
 Not restored: nested containers and those with more than 10,000 entries (a vocabulary), other objects that a forward
 changes in place, and anything outside of the model.
 """
@@ -15,14 +20,18 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 _KEPT = ("_parameters", "_buffers", "_modules")
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 _LARGE = 10_000  # entries; larger containers take too long to copy
+_WRITTEN = WeakIdKeyDictionary()  # the parameters that a forward was seen to write to
 
 
 @contextmanager
@@ -43,16 +52,80 @@ def put_back(model: nn.Module) -> Iterator[None]:
     attributes = [{k: v for k, v in vars(m).items() if k not in _KEPT} for m in modules]
     contents = [put for kept in attributes for k, v in kept.items() if k not in _OWN and (put := _hold(v)) is not None]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
+    weights = list(_hold_weights(model))
     with same_randomness():
         try:
             yield
         finally:
+            for put in weights:
+                put()
             for module, before, saved, mode in zip(modules, attributes, buffers, modes, strict=True):
                 _put_back(module, before, saved)
                 if module.training != mode:
                     module.training = mode
             for put in contents:
                 put()
+
+
+@torch.inference_mode(False)
+def _hold_weights(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Yield functions that restore the memory of each parameter and, of those that forwards write to, the values."""
+    for parameter in model.parameters():
+        if type(parameter) is not nn.Parameter or parameter.layout != torch.strided or parameter.is_inference():
+            continue  # a shard, or a part of another library
+        value = parameter.detach().clone() if parameter in _WRITTEN else None
+        yield partial(put_weight, parameter, parameter.detach(), value)
+
+
+@torch.inference_mode(False)
+def put_weight(parameter: Tensor, memory: Tensor, value: Tensor | None) -> None:
+    """Give a parameter its memory and value back: a forward may have assigned other memory to its `data`."""
+    if not parameter.is_meta and parameter.data_ptr() != memory.data_ptr():
+        parameter.data = memory
+    if value is not None:
+        _write(parameter, value)
+
+
+class _Sparing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copy every parameter before something writes to its memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved: list[tuple[nn.Parameter, Tensor]] = []
+        self._at: dict[int, list[nn.Parameter]] = {}  # address of the memory -> the parameters in it
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter and parameter.layout == torch.strided and parameter.numel():
+                self._at.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # a table with max_norm rescales rows when it reads them, again and again to the same values
+        if func._schema.is_mutable and func is not torch.ops.aten.embedding_renorm_.default:
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+            for one in func._schema.arguments:
+                if one.alias_info is not None and one.alias_info.is_write:
+                    value = given.get(one.name)
+                    for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                        self._save(tensor)
+        return func(*args, **kwargs)
+
+    def _save(self, tensor: Any) -> None:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
+            for parameter in self._at.pop(tensor.untyped_storage().data_ptr(), ()):
+                self.saved.append((parameter, parameter.detach().clone()))
+
+
+@contextmanager
+def sparing_weights(model: nn.Module) -> Iterator[None]:
+    """Restore the parameters that the forward writes to in this block, and note them for `undisturbed`."""
+    mode = _Sparing(model)
+    try:
+        with mode:
+            yield
+    finally:
+        for parameter, value in mode.saved:
+            _WRITTEN[parameter] = True
+            _write(parameter, value)
 
 
 def _put_back(
