@@ -153,6 +153,17 @@ def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "two folders or two .jsonl" in fail(capsys, "ab", tmp_path, tmp_path / "x.jsonl")
 
 
+def test_train_does_not_replace_a_recommender_of_another_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not (folder / "plain").exists():
+        run("generate", "--train", 5, "--out", folder / "plain", "--beams", 20)
+    before = (folder / "plain" / "model.safetensors").read_bytes()
+    said = fail(capsys, "train", "--model", "onerec", "--data", "toy", "--steps", 1, "--out", folder / "plain")
+    assert "holds a recommender that loka train did not make; give a new folder" in said
+    assert (folder / "plain" / "model.safetensors").read_bytes() == before
+
+
 def test_quantize_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_model.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))\n"
