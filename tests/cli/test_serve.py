@@ -116,6 +116,7 @@ def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path, fronts
             [*loka, *load[:8], "--requests", str(requests)], capture_output=True, text=True, timeout=120, check=False
         )
         assert (done.returncode, "the first 400 said: $.features.price: is missing" in done.stdout) == (1, True)
+        assert done.stderr == "finding: answers with status 400\n"
         server.send_signal(signal.SIGTERM)
         begin = time.monotonic()
         assert server.wait(60) == 0
