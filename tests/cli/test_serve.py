@@ -1,5 +1,6 @@
 """`loka serve` and `loka load` as a user runs them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -125,6 +126,20 @@ def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path, fronts
         server.kill()
 
 
+def test_a_check_that_is_refused_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def look(url: str, token: str | None) -> dict[str, object]:
+        return {"live": True, "ready": False, "status": 401, "server": {}}
+
+    monkeypatch.setattr("loka.serving.load.look", look)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--check", "http://127.0.0.1:1"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert said == "http://127.0.0.1:1: live and not ready, this client is refused (401); hint: --token\n"
+
+
 def test_the_largest_batches_are_told_in_words() -> None:
     assert spell_caps({"0": 1024}) == "1,024 rows"
     assert (
@@ -152,6 +167,13 @@ def test_an_experiment_is_read_from_its_events(tmp_path: Path, capsys: pytest.Ca
     assert ": worse" in told
     assert "no mismatch found" in told
     assert "simulated" in told
+    silent = EventLog(tmp_path / "silent", split)
+    for user in range(20):
+        silent.write("exposure", f"r{user}", user=user, arm=split.arm(user)[0], ms=10.0, status=200, empty=False)
+    silent.close()
+    with contextlib.suppress(SystemExit):
+        cli.main(["ab", "--online", str(tmp_path / "silent")])
+    assert "no metric: no outcome of an answered request was sent to POST /v1/outcome" in capsys.readouterr().out
     from loka.report.render import render
     from loka.report.results import Results
 

@@ -183,10 +183,11 @@ def _drop_costliest(call: Call, selection: Selection, excess: float, exceeded: f
     worst = max(enough or costs, key=lambda name: costs[name] / sites[name].flops if enough else costs[name])
     offer = next(offer for offer in selection.offers if worst in offer.unit.linears)
     what = "it" if len(offer.unit.links) == 1 else f"its chain {offer.name}"
-    why = (
-        f"all units together moved the metric by more than {exceeded:.3%}, and this linear costs most for its FLOPs; "
-        f"{what} alone moved the metric {spell_change(selection.alone[offer.name])}"
-    )
+    why = f"{what} alone moved the metric {spell_change(selection.alone[offer.name])}"
+    if len(costs) == 1:
+        why = f"swapped in, {why}, which is more than {exceeded:.3%}"
+    else:
+        why = f"all units together moved the metric by more than {exceeded:.3%}, and this linear costs most for its FLOPs; {why}"
     selection.leave_out(worst, why, training=call.training)
     return worst
 

@@ -104,7 +104,7 @@ class Tuned:
             ]
             lines += ["  " + "  ".join(cells).rstrip(), *fold(why)]
             lines += [line for alarm in (unit.alarms if unit else ()) for line in fold(f"alarm: {alarm}")]
-        notes = (line for note in self.record.notes for line in fold(f"note: {note}", indent=""))
+        notes = (line for note in self.record.notes for line in fold(f"note: {note}", first=""))
         return "\n".join([*lines, "", *notes]).rstrip()
 
 
