@@ -37,7 +37,7 @@ class Report:
     """A `ProbeReport` record with methods to save, plan and summarize.
 
     Args:
-        record: the data, which is what `to_json` saves.
+        record: the data, which is what `save` writes.
 
     Example:
         >>> plan = Report.load("probe.json").plan(min_speedup=None)
