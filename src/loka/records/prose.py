@@ -32,10 +32,10 @@ def nearest(name: str, known: Sequence[str], most: int = 5) -> str:
     return f"did you mean {' or '.join(similar)}?" if similar else f"its sites are {name_some(known, most)}"
 
 
-def fold(text: str, first: str = "      ", width: int = 118) -> list[str]:
-    """Break a sentence into lines that fit a terminal, all but the first of them indented."""
+def fold(text: str, first: str = "      ", rest: str = "      ", width: int = 118) -> list[str]:
+    """Break a sentence into lines that fit a terminal; `first` and `rest` begin them."""
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
 
 
