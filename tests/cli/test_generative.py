@@ -146,6 +146,9 @@ def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "--train needs --out" in fail(capsys, "generate", "--train", 3)
     assert "at least as many --beams" in fail(capsys, "generate", "--from", folder, "--top", 9, "--beams", 3)
     assert "bundle.json" in fail(capsys, "generate", "--from", tmp_path)
+    (tmp_path / "ranker").mkdir()
+    (tmp_path / "ranker" / "model.safetensors").write_bytes(b"")
+    assert "ranker/model.safetensors has its weights" in fail(capsys, "analyze", tmp_path / "ranker")
     assert "no recommender" in fail(capsys, "quantize", tmp_path, "--out", tmp_path / "x")
     assert "ends in .safetensors" in fail(capsys, "quantize", "onerec:tiny", "--out", tmp_path / "x")
     for option in (("--weights", "w.safetensors"), ("--loss", "a:b"), ("--seed", 3)):
