@@ -138,6 +138,20 @@ def test_other_settings_start_anew_and_say_so(finished: Path, tmp_path: Path) ->
     assert result.resumed == ()
     assert result.restarted is not None
     assert "seed: 0 -> 1" in result.restarted
+    kept = out / "earlier-1"
+    assert str(kept) in result.restarted
+    assert (kept / "report.html").read_bytes() == (finished / "report.html").read_bytes()
+    assert make(kept).run().resumed == STATIONS  # a job like any other
+
+
+def test_an_unknown_size_leaves_earlier_results_alone(finished: Path, tmp_path: Path) -> None:
+    import shutil
+
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    with pytest.raises(ValueError, match="has no size 'huge'"):
+        make(out, DemoConfig(**{**SETTINGS.__dict__, "size": "huge"})).run()
+    assert (out / "report.html").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -79,3 +79,9 @@ def test_text_is_for_people() -> None:
     result = runner.invoke(app, ["doctor"], obj={})
     assert result.exit_code == 0
     assert "yes  Python" in result.stdout
+
+
+def test_no_line_is_wider_than_a_terminal() -> None:
+    lines = runner.invoke(app, ["doctor"], obj={}).stdout.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert sum(line.startswith(("  yes", "  no ")) for line in lines) > 10

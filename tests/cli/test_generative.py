@@ -146,11 +146,25 @@ def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "--train needs --out" in fail(capsys, "generate", "--train", 3)
     assert "at least as many --beams" in fail(capsys, "generate", "--from", folder, "--top", 9, "--beams", 3)
     assert "bundle.json" in fail(capsys, "generate", "--from", tmp_path)
+    (tmp_path / "ranker").mkdir()
+    (tmp_path / "ranker" / "model.safetensors").write_bytes(b"")
+    assert "ranker/model.safetensors has its weights" in fail(capsys, "analyze", tmp_path / "ranker")
     assert "no recommender" in fail(capsys, "quantize", tmp_path, "--out", tmp_path / "x")
     assert "ends in .safetensors" in fail(capsys, "quantize", "onerec:tiny", "--out", tmp_path / "x")
     for option in (("--weights", "w.safetensors"), ("--loss", "a:b"), ("--seed", 3)):
         assert "leave them out" in fail(capsys, "quantize", folder / "plain", "--out", tmp_path / "x", *option)
     assert "two folders or two .jsonl" in fail(capsys, "ab", tmp_path, tmp_path / "x.jsonl")
+
+
+def test_train_does_not_replace_a_recommender_of_another_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not (folder / "plain").exists():
+        run("generate", "--train", 5, "--out", folder / "plain", "--beams", 20)
+    before = (folder / "plain" / "model.safetensors").read_bytes()
+    said = fail(capsys, "train", "--model", "onerec", "--data", "toy", "--steps", 1, "--out", folder / "plain")
+    assert "holds a recommender that loka train did not make; give a new folder" in said
+    assert (folder / "plain" / "model.safetensors").read_bytes() == before
 
 
 def test_quantize_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,16 @@ def test_without_measured_speed_nothing_is_converted(probe: Path) -> None:
     assert "nothing is converted" in text
 
 
+def test_a_mistyped_site_is_answered_with_the_nearest_one(probe: Path, tmp_path: Path) -> None:
+    run("plan", probe, "--accuracy-only", "--out", tmp_path / "plan.json")
+    plan = records.load(tmp_path / "plan.json", records.Plan)
+    with pytest.raises(ValueError, match=r"no site '9'; its sites are 0, 2"):
+        plan.explain("9")
+    sites = [msgspec.structs.replace(plan.sites[0], site=name) for name in ("tower.first", "tower.last", "head")]
+    with pytest.raises(ValueError, match=r"no site 'tower\.lst'; did you mean tower\.last"):
+        msgspec.structs.replace(plan, sites=sites, seal=None).explain("tower.lst")
+
+
 def test_explain_and_diff(probe: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     run("plan", probe, "--accuracy-only", "--out", one)

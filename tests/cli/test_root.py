@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ def test_help_names_every_verb_and_needs_no_torch() -> None:
     assert time.monotonic() - start < 20  # a busy machine included; alone it takes half a second
 
 
+def test_short_help_of_a_verb_and_of_a_verb_in_a_group() -> None:
+    for words in (["-h"], ["plan", "-h"], ["data", "get", "-h"]):
+        done = run(*words)
+        assert done.returncode == 0, done.stderr
+        assert "--help" in done.stdout
+
+
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout.strip()) == (0, loka.__version__)
@@ -56,6 +64,14 @@ def test_an_error_is_one_message_on_stderr(tmp_path: object) -> None:
     assert "holds no records" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_the_folder_of_a_job_is_answered_with_its_records(tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    (tmp_path / "progress.json").write_text('{"kind": "progress"}')
+    done = run("report", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path} is the folder of a job; its records are in {tmp_path / 'records'}\n"
 
 
 def test_debug_shows_where_it_came_from(tmp_path: object) -> None:

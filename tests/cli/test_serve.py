@@ -1,5 +1,6 @@
 """`loka serve` and `loka load` as a user runs them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -116,12 +117,27 @@ def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path, fronts
             [*loka, *load[:8], "--requests", str(requests)], capture_output=True, text=True, timeout=120, check=False
         )
         assert (done.returncode, "the first 400 said: $.features.price: is missing" in done.stdout) == (1, True)
+        assert done.stderr == "finding: answers with status 400\n"
         server.send_signal(signal.SIGTERM)
         begin = time.monotonic()
         assert server.wait(60) == 0
         assert time.monotonic() - begin < 30
     finally:
         server.kill()
+
+
+def test_a_check_that_is_refused_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def look(url: str, token: str | None) -> dict[str, object]:
+        return {"live": True, "ready": False, "status": 401, "server": {}}
+
+    monkeypatch.setattr("loka.serving.load.look", look)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--check", "http://127.0.0.1:1"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert said == "http://127.0.0.1:1: live and not ready, this client is refused (401); hint: --token\n"
 
 
 def test_the_largest_batches_are_told_in_words() -> None:
@@ -151,6 +167,13 @@ def test_an_experiment_is_read_from_its_events(tmp_path: Path, capsys: pytest.Ca
     assert ": worse" in told
     assert "no mismatch found" in told
     assert "simulated" in told
+    silent = EventLog(tmp_path / "silent", split)
+    for user in range(20):
+        silent.write("exposure", f"r{user}", user=user, arm=split.arm(user)[0], ms=10.0, status=200, empty=False)
+    silent.close()
+    with contextlib.suppress(SystemExit):
+        cli.main(["ab", "--online", str(tmp_path / "silent")])
+    assert "no metric: no outcome of an answered request was sent to POST /v1/outcome" in capsys.readouterr().out
     from loka.report.render import render
     from loka.report.results import Results
 

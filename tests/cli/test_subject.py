@@ -174,6 +174,7 @@ def test_a_sequence_model_trains_on_positions_and_is_scored_on_what_was_held_out
         ("nothing", None, "no model 'nothing'"),
         ("no_such_module:f", f"{HERE}:batches", "cannot import 'no_such_module'"),
         (f"{HERE}:nowhere", f"{HERE}:batches", "has no 'nowhere'"),
+        (f"{HERE}:factry", f"{HERE}:batches", "did you mean factory?"),
         (f"{HERE}:not_a_model", f"{HERE}:batches", "expected an nn.Module, got int"),
         ("wukong", f"{HERE}:batches", "needs the schema"),
         (f"{HERE}:schema_factory", f"{HERE}:batches", "needs schema"),

@@ -1,11 +1,16 @@
 """A plan from a report puts linears into chains where each is within its share of the margin, and says why the others are not."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 from tests.probe.test_chain_sites import LINKS, WIDTH, Tower, batches, low, train
 from torch import nn
+from typer.testing import CliRunner
 
+from loka.cli import app
 from loka.dispatch import Policy, export, make_plan
 from loka.dispatch.export import FORMATS
 from loka.lowp import chains_of
@@ -129,6 +134,15 @@ def test_other_tools_are_told_of_no_chain(report: Report, tool: str) -> None:
     with pytest.raises(ValueError, match=r"runs tower.0, tower.3, tower.6 in FP8 chains.*chains=False"):
         export(cheap(report).plan(min_speedup=None), tool)
     assert export(cheap(report).plan(min_speedup=None, chains=False), tool)
+
+
+def test_on_the_command_line_a_plan_may_be_asked_for_without_chains(report: Report, tmp_path: Path) -> None:
+    cheap(report).save(tmp_path / "probe.json")
+    words = ["plan", str(tmp_path / "probe.json"), "--accuracy-only", "--json"]
+    for more, chains in (([], 1), (["--no-chains"], 0)):
+        done = CliRunner().invoke(app, [*words, *more], obj={})
+        assert done.exit_code == 0, done.exception
+        assert len(json.loads(done.stdout).get("units", [])) == chains
 
 
 def test_a_report_without_an_example_places_linears_and_says_so() -> None:

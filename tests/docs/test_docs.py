@@ -165,3 +165,12 @@ def test_commands_can_be_copied(page: Path, line: str) -> None:
     found = command.make_context(command.name, list(words), parent=context)
     if words and line.startswith("loka bench kernels"):
         parse_shapes(found.params["shapes"], found.params["op"])
+
+
+def test_the_guide_to_the_notes_names_entries_that_exist() -> None:
+    text = (ROOT / "NOTES.md").read_text(encoding="utf-8")
+    guide = text.partition("## How to find things")[2].partition("\n## ")[0]
+    headings = re.findall(r"(?m)^## \d{4}-\d\d-\d\d: (.+)$", text)
+    named = re.findall(r'"([^"]+)"', guide)
+    assert len(named) > 20
+    assert [name for name in named if not any(heading.startswith(name) for heading in headings)] == []

@@ -55,9 +55,12 @@ def test_it_becomes_a_plan_that_keeps_to_the_limits(report: Report) -> None:
     assert not any(choice.quantized for site in report.plan(min_speedup=1.05).sites for choice in site.choices)
 
 
-def test_every_gemm_has_a_line_in_the_table(report: Report) -> None:
+def test_every_gemm_has_a_line_in_the_table_and_below_it_the_reason(report: Report) -> None:
     lines = report.table().splitlines()
-    assert len(lines) == 1 + sum(len(site.verdicts) for site in report.record.sites)
+    reasons = [verdict.reason for site in report.record.sites for verdict in site.verdicts]
+    text = " ".join(" ".join(lines).split())
+    assert all(" ".join(reason.split()) in text for reason in reasons)
+    assert max(map(len, lines)) <= 120  # a terminal would break longer ones anywhere
 
 
 def test_a_plan_takes_what_the_policy_takes(report: Report) -> None:

@@ -47,7 +47,7 @@ def test_units_share_the_margin_in_squares() -> None:
     assert verdict(candidate(harm=harm), units=1).safety == "safe"
     many = verdict(candidate(harm=harm), units=4)
     assert many.safety == "unsafe"
-    assert "0.01%, 0.02% divided by the square root of 4 units" in many.reason
+    assert "allowed 0.01%" in many.reason
 
 
 def test_without_a_harm_nothing_is_called_safe() -> None:

@@ -125,6 +125,17 @@ def test_narrow_and_dark(tour: dict[str, Any]) -> None:
     assert narrow["background"] != tour["background"]
 
 
+def test_names_are_not_squeezed_on_a_phone_and_a_cut_table_shows_it() -> None:
+    script = """
+        const names = [...document.querySelectorAll("td button.link")].map((name) => name.getBoundingClientRect().width);
+        check("least", Math.min(...names));
+        check("shadow", getComputedStyle(document.querySelector(".scroll")).backgroundAttachment);
+    """
+    values = expect_clean(visit(render(make_everything()), script, width=500))
+    assert values["least"] > 120
+    assert values["shadow"] == "local, local, scroll, scroll"
+
+
 def test_paper_shows_what_is_folded() -> None:
     script = """
         const folded = () => [...document.querySelectorAll("details")].filter((d) => !d.open).length;

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from loka import records
 from loka.dispatch import Policy, make_plan
-from loka.records import Interval, LinkPlan, RecordError, UnitPlan
+from loka.records import Conversion, Interval, LinkPlan, RecordError, UnitPlan
 from loka.records.tuning import SizeEstimate, SizeEstimates, TunedUnit, Tuning
 from loka.report import Pair, Results, render, render_pair, write_html
 from loka.report.payload import collect
@@ -128,6 +128,7 @@ def test_two_reports_on_one_page() -> None:
     text = render_pair(Pair(before, after, ("old", "new")))
     assert "5 sites are in both, 1 only in old, 0 only in new" in text
     assert "core.layers.5.linear: gone" in text
+    assert re.search(r"\d+ runs in both; none of the verdicts differ\.", text)
     with pytest.raises(ValueError, match="both reports are called"):
         Pair(before, after, ("same", "same"))
 
@@ -221,6 +222,37 @@ def test_tune_heads_its_page_with_speed_and_loss_and_claims_nothing_that_was_not
         tiles = render(given).partition('<ul class="tiles">')[2].partition("</ul>")[0]
         assert [words for words in wanted if words not in tiles.replace("\u202f", " ")] == []
         assert absent not in tiles
+
+
+def test_a_page_of_tune_says_what_was_found_once() -> None:
+    results = make_results()
+    assert results.probe is not None
+    unit = TunedUnit("tower.0", ["tower.0", "tower.2"], "chain", 0.9, "safe")
+    plan = replace(
+        make_plan(results.probe, Policy(min_speedup=1e9)),
+        units=[UnitPlan(name="tower.0", links=[LinkPlan(linear="tower.0", k=64, n=64)])],
+    )
+    tuning = Tuning(model="Ranker", target="train", margin=2e-4, used_margin=2e-4, units=[unit], plan=plan, environment=results.probe.environment, speed_note="no GPU here", metric_change=Interval(1e-5, -1e-5, 2e-5))  # fmt: skip
+    done = Conversion(model="Ranker", converted={"tower.0": "in chain tower.0"}, kept={}, environment=tuning.environment, low_precision_share=0.8, flops_of="model", notes=["auto is reference on cpu", "measure again"])  # fmt: skip
+    page = render(Results(tunings=(tuning,), conversions=(done,))).replace("\u202f", " ")
+    assert page.count("+0.0010% [-0.0010%, +0.0020%]") == 1
+    assert page.count("no GPU here") == 1
+    assert "of the linears' FLOPs; 80.0 % of the model's GEMM FLOPs" in page.replace("&#x27;", "'")
+    folded = page.partition("<summary>Which kernels")[2].partition("</details>")[0]
+    assert "auto is reference" in folded
+    assert "measure again" not in folded
+    assert 'tower.<wbr>0</span>&nbsp;→ <span class="dotted">tower.<wbr>2' in page
+
+
+def test_the_legend_names_only_recipes_with_a_measured_error() -> None:
+    results = make_results(2)
+    assert results.probe is not None
+    first = results.probe.sites[0]
+    empty = replace(first.candidates[0], recipe="delayed", mere=None, relative_l2=None, errors=[])
+    probe = replace(results.probe, sites=[replace(first, candidates=[*first.candidates, empty])])
+    charts = json.dumps(collect(Results(probe=probe))["charts"])
+    assert "delayed" not in charts
+    assert "rowwise" in charts
 
 
 def test_a_plan_of_chains_is_told_as_one() -> None:

@@ -56,7 +56,7 @@ def test_it_draws_latency_batches_and_shed_requests() -> None:
             assert len(found[1].split()) >= 2
         for name in ("latency", "traffic", "batches"):
             assert re.search(rf'id="{name}-scale">0 to [0-9.]+( ms)?, last two minutes<', page), name
-        shed = re.search(r"<b>(\d+)</b>shed in 10 s", page)
+        shed = re.search(r"<b>(\d+)</b>rejected, last 10 s", page)
         assert shed is not None
         assert int(shed[1]) > 0
         assert "sleeper" in page

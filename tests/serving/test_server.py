@@ -470,7 +470,8 @@ def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path, fronts: int) 
         assert post(server.url, {"features": packed})[2]["scores"] == all_rows["scores"]
         for change, path in (
             ({"price": [1.0]}, "$.features.item"),
-            ({"price": ["x"]}, "$.features[...][0]"),
+            ({"price": ["x"]}, "$.features.price[0]"),
+            ({"price": "x"}, "$.features.price"),
             ({"item": [1.5, 2, 3]}, "$.features.item[0]"),
             ({"item": [-1, 2, 3]}, "$.features.item[0]"),
             ({"other": 1}, "$.features.other"),

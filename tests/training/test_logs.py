@@ -75,6 +75,19 @@ def test_progress_shows_loss_ne_speed_and_validation():
     assert "\N{HORIZONTAL ELLIPSIS}" not in text  # nothing is cut off
 
 
+def test_progress_of_a_model_without_ne_does_not_name_it():
+    from types import SimpleNamespace as Of
+
+    from rich.console import Console
+
+    out = io.StringIO()
+    bar = Progress(Console(file=out, width=80))
+    trainer = Of(step=1, config=Of(steps=1))
+    bar.on_start(trainer)
+    bar.on_step_end(trainer, Of(loss=2.5, ne=None, examples_per_s=1000.0))
+    assert "loss 2.5000  1,000 ex/s" in out.getvalue()
+
+
 def test_a_log_gets_a_line_while_the_run_goes_on():
     """A bar that is drawn at the end only would leave the log of a long run empty."""
     from rich.console import Console

@@ -125,7 +125,7 @@ def test_a_unit_does_not_pass_for_being_noisy(monkeypatch: pytest.MonkeyPatch) -
     metric.hold_margin(call, selection)
     assert names(selection) == "a"
     assert selection.used == call.margin
-    assert "changed by more than 0.020%" in selection.chosen.kept["b"]
+    assert "moved the metric by more than 0.020%" in selection.chosen.kept["b"]
 
 
 def test_what_was_measured_of_a_chain_is_not_said_of_its_part() -> None:

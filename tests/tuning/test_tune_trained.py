@@ -119,7 +119,7 @@ def test_what_is_left_is_held_to_the_margin_by_itself(monkeypatch: pytest.Monkey
     tuned = tune(model, train=6)
     assert not placed(model)
     assert tuned.record.metric_change is None
-    assert any("and with all units together it changed by more than" in unit.reason for unit in tuned.record.units)
+    assert any("all units together moved the metric by more than" in unit.reason for unit in tuned.record.units)
 
 
 def test_runs_that_always_end_apart_convert_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ app = typer.Typer(
     name="loka",
     help="Practical FP8 for recommendation models: probe, choose, convert, and keep the evidence.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # verbs inherit it
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     epilog="[dim]Start with[/dim] loka demo[dim], then[/dim] loka tune --help[dim]. Shell completion:[/dim] loka --install-completion",

@@ -133,6 +133,8 @@ def describe_online(found: OnlineTest) -> str:
         lines.append(
             f"{m.metric:16} {m.baseline:.5g} -> {m.candidate:.5g}: {change}, margin {100 * m.margin:g} %: {m.outcome}"
         )
+    if not found.metrics:
+        lines.append("no metric: no outcome of an answered request was sent to POST /v1/outcome")
     lines += [
         f"guardrail {g.name}: {g.baseline:.4g} -> {g.candidate:.4g}, {g.limit}: {'BROKEN' if g.broken else g.verdict}"
         for g in found.guardrails

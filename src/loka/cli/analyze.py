@@ -71,7 +71,9 @@ def look(
     if (Path(model) / "model.json").is_file():
         return look_at_run(Path(model), batches, root, source)
     if Path(model).exists():
-        raise ValueError(f"{model}: expected a .safetensors file, or the folder of a run or of a recommender")
+        weights = Path(model) / "model.safetensors"
+        hint = f"; hint: {weights} has its weights" if weights.is_file() else ""
+        raise ValueError(f"{model}: expected a .safetensors file, or the folder of a run or of a recommender{hint}")
     if model.partition(":")[0] == "onerec":
         return look_at_onerec(model, batches, seed)
     from loka.cli.subject import load_subject

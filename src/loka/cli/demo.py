@@ -5,7 +5,7 @@
 
 Trains a small Wukong (on a GPU a wide DLRM), tunes it (`loka.tune`), continues training in planned FP8 (emulated on a
 CPU) and in naive FP8, compares the results, estimates the gain of FP8 on an H200, and writes OUT/report.html. If it was
-interrupted, running it again continues.
+interrupted, running it again continues. With other settings, what is in OUT is moved to OUT/earlier-1 first.
 """
 
 import json

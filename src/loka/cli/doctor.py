@@ -176,10 +176,14 @@ def check_backends() -> list[Finding]:
 
 
 def _write(findings: list[Finding]) -> str:
+    from loka.records.prose import fold
+
     lines: list[str] = []
     for group in dict.fromkeys(finding.group for finding in findings):
         members = [finding for finding in findings if finding.group == group]
         width = max(len(finding.name) for finding in members)
         lines.append(group)
-        lines += [f"  {'yes' if f.ok else 'no ':<3}  {f.name.ljust(width)}  {f.detail}" for f in members]
+        for f in members:
+            head = f"  {'yes' if f.ok else 'no ':<3}  {f.name.ljust(width)}  "
+            lines += fold(f.detail or "-", head, " " * len(head))
     return "\n".join(lines)

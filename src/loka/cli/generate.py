@@ -104,7 +104,7 @@ def recommend(
         targets, names = [torch.empty(0, dtype=torch.int64)], [-1]
     else:
         if not 1 <= users <= len(data.test):
-            raise ValueError(f"--users {users}: {data.name} has {len(data.test)} test users")
+            raise ValueError(f"--users {users}: expected 1 to {len(data.test)}, the test users of {data.name}")
         cut = data.test.cut(np.arange(users), bundle.model.config.context)
         edges, goals = cut.history.offsets.tolist(), cut.targets.offsets.tolist()
         histories = [cut.history.values[a:b] for a, b in pairwise(edges)]

@@ -78,7 +78,14 @@ def load(
 
         write_html(Results.of([found]), report)
     typer.echo(records.to_json(found).decode() if json_ else tell(found))
-    if found.late_share > late or found.codes.keys() - {"200", "429"}:
+    findings = []
+    if found.late_share > late:
+        findings.append(f"{found.late_share:.2%} of the accepted requests were late, more than --late {late:.2%}")
+    if others := sorted(found.codes.keys() - {"200", "429"}):
+        findings.append(f"answers with status {', '.join(others)}")
+    for finding in findings:
+        typer.echo(f"finding: {finding}", err=True)
+    if findings:
         raise typer.Exit(1)
 
 

@@ -5,6 +5,7 @@ code prints while it is imported, called or iterated goes to stderr. An exceptio
 as such, with file and line (`blame`), not as an internal error of loka.
 """
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +42,10 @@ def find_object(path: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{path}: {module_name} has no {name!r}")
+            similar = difflib.get_close_matches(part, vars(found), n=1)
+            raise ValueError(
+                f"{path}: {module_name} has no {name!r}{f'; did you mean {similar[0]}?' if similar else ''}"
+            )
         found = getattr(found, part)
     return found
 

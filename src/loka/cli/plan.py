@@ -4,6 +4,7 @@
     loka plan probe.json --target "NVIDIA H200" --row-factor 16         speeds from the rows that ship with loka
     loka plan probe.json --target "NVIDIA H200" --db rows.sqlite --weights cached --override 'core.head.*=high'
     loka plan probe.json --accuracy-only --max-metric-change 0.001
+    loka plan probe.json --accuracy-only --no-chains --out single.json     for loka translate: other tools have no chains
     loka explain plan.json core.head.last
     loka diff plan.json other.json
     loka translate plan.json torchao
@@ -55,6 +56,14 @@ def plan(
         float | None,
         typer.Option(help="Largest relative change of the end metric (0.001 is 0.1 %); needs measured sensitivity."),
     ] = None,
+    chains: Annotated[
+        bool | None,
+        typer.Option(
+            "--chains/--no-chains",
+            help="Whether linears pass FP8 to each other; default: only with --accuracy-only.",
+            show_default=False,
+        ),
+    ] = None,
     override: Annotated[list[str] | None, typer.Option(help="WILDCARD=RECIPE, WILDCARD=auto or WILDCARD=high.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the plan to.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -81,6 +90,7 @@ def plan(
         weights=weights,  # type: ignore[arg-type]  # checked by Policy
         row_factor=row_factor,
         max_metric_change=max_metric_change,
+        chains=chains,
         database=_rows(db) if elsewhere or db else None,
     )
     if out is not None:

@@ -222,8 +222,10 @@ def check_server(url: str, token: str | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found))
     else:
+        states = " and ".join(f"{'' if found[state] else 'not '}{state}" for state in ("live", "ready"))
         token_state = "accepted" if found["status"] == 200 else f"refused ({found['status']})"
-        typer.echo(f"{url}: live {found['live']}, ready {found['ready']}, this client is {token_state}")
+        hint = "; hint: --token" if found["status"] == 401 and token is None else ""
+        typer.echo(f"{url}: {states}, this client is {token_state}{hint}")
     if not found["ready"] or found["status"] != 200:
         raise typer.Exit(1)
 

@@ -176,7 +176,7 @@ def train(
     try:
         is_sequence = model in train_sequence.FAMILIES
         if is_sequence:
-            train_sequence.check_request(model, compile_, mods)
+            train_sequence.check_request(model, compile_, mods, out)
         recipe = Recipe(model, config, parse_options(set_), data, parse_options(data_option), mods)
         settings = TrainConfig(
             steps=steps,

@@ -74,8 +74,10 @@ class SequenceJob:
         )
 
 
-def check_request(model: str, compile_: bool | None, mods: str | None) -> None:
-    """Reject options that sequence models do not support."""
+def check_request(model: str, compile_: bool | None, mods: str | None, out: Path | None) -> None:
+    """Reject options that sequence models do not support, and a folder whose recommender is of another command."""
+    if out is not None and (out / "bundle.json").exists() and not (out / "checkpoints").exists():
+        raise ValueError(f"--out {out}: holds a recommender that loka train did not make; give a new folder")
     if compile_:
         raise ValueError(f"{model} reads ragged histories, which have no static shape: leave --compile out")
     if mods:

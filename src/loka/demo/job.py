@@ -1,7 +1,7 @@
 """The stations of the demo. Each leaves records or a checkpoint, so that an interrupted demo can continue."""
 
+import itertools
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
@@ -18,7 +18,7 @@ from loka.data.progress import silent
 from loka.demo.config import DemoConfig, DemoResult
 from loka.measure.device import name_device
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
-from loka.models import build_ranker
+from loka.models import build_ranker, configure
 from loka.placing import convert
 from loka.records import Comparison, Conversion, Environment, Interval, Point, Progress, Run, capture_environment
 from loka.records.tuning import SizeEstimate, SizeEstimates, Tuning
@@ -96,6 +96,8 @@ class Demo:
             The report and the records it is based on.
         """
         require_charts()
+        for size in (self.config.size, self.config.large):
+            configure(self.config.family, size)  # an unknown size is an error before anything is moved
         self._resume()
         resumed = tuple(self._done)
         for name, job in self.stations.items():
@@ -322,7 +324,7 @@ class Demo:
         return self.out / "records" / f"{name}.json"
 
     def _resume(self) -> None:
-        """Take over finished stations if the settings are the same; otherwise remove them and keep the reason."""
+        """Take over finished stations if the settings are the same; otherwise move them away and keep the reason."""
         path = self.out / "progress.json"
         if not path.exists():
             if self.out.exists() and any(self.out.iterdir()):
@@ -334,10 +336,12 @@ class Demo:
         if not changes:
             self._done = [name for name in self.stations if name in stored.done]
             return
-        self.restarted = f"settings changed ({changes}); earlier results under {self.out} are replaced"
-        for name in ("records", "train", "tuning", *ARMS):
-            shutil.rmtree(self.out / name, ignore_errors=True)
-        (self.out / "report.html").unlink(missing_ok=True)
+        place = next(path for n in itertools.count(1) if not (path := self.out / f"earlier-{n}").exists())
+        place.mkdir()
+        for name in ("records", "train", "tuning", *ARMS, "report.html", "progress.json"):
+            if (self.out / name).exists():
+                (self.out / name).rename(place / name)
+        self.restarted = f"settings changed ({changes}); the earlier results are now in {place}"
         self._save_progress()
 
     def _save_progress(self) -> None:

@@ -90,7 +90,7 @@ def refuse_chains(plan: Plan) -> None:
     if chained := [name for unit in plan.units for name in unit.linears]:
         raise ValueError(
             f"the plan runs {name_some(chained, 6)} in FP8 chains, which no other tool can; hint: "
-            "report.plan(chains=False) decides every linear by itself"
+            "report.plan(chains=False), or loka plan --no-chains, decides every linear by itself"
         )
 
 

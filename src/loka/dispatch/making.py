@@ -147,11 +147,14 @@ def _say_empty(
     ]
     passing = [found for found in accurate if found]
     untimed = sum(not any(c.speedup for c in found) for found in passing)
+    there = "" if policy.target is None else f" on {policy.target}"
+    hint = "loka explain PLAN SITE, or plan.explain(SITE), says more"
+    if untimed and policy.target is not None:
+        hint = "loka db tune measures their shapes on that device, --row-factor plans for larger batches"
     return (
-        f"nothing is converted: of {len(accurate)} GEMMs, {len(accurate) - len(passing)} have no candidate that is "
-        f"accurate enough, {untimed} none that is also timed, "
-        f"and {len(passing) - untimed} none that is also faster by {policy.min_speedup:g}; hint: loka explain PLAN SITE, "
-        "or plan.explain(SITE)"
+        f"nothing is converted: of {len(accurate)} GEMMs, no recipe is accurate enough for "
+        f"{len(accurate) - len(passing)}; what is accurate enough was not timed at its shape{there} for {untimed}, and "
+        f"is not faster than bf16 by {policy.min_speedup:g} for {len(passing) - untimed}; hint: {hint}"
     )
 
 

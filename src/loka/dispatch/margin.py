@@ -45,15 +45,9 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     # measured value, even of a single unit, must be within the margin of the whole model.
     furthest = max(abs(change.low), abs(change.high))
     within = furthest <= allowed and max(change.low, -change.high) <= fine and abs(change.value) <= margin
-    share = (
-        f", {margin if resolved else max(COARSE_MARGIN, margin):.2%} divided by the square root of {units} units"
-        if units > 1
-        else ""
-    )
-    words = f"{change:+.4%}, allowed {allowed:.4%}{share}"
+    words = f"{change:+.4%}, allowed {allowed:.4%}"
     if not resolved and margin < COARSE_MARGIN:
         words += (
-            f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts for the ends of the interval, "
-            f"and {margin:.4%} for the change"
+            f" at the ends of the interval (these examples cannot resolve {fine:.4%}) and {margin:.4%} for the change"
         )
     return Allowance(allowed, within, words)

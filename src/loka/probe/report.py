@@ -10,9 +10,9 @@ from loka.dispatch import Database, Policy, make_plan
 from loka.dispatch.budget import Verify
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Gemm, Plan, ProbeReport, Site, Source
-from loka.records.prose import name_some
+from loka.records.prose import fold, name_some
 
-_HEADER = ("site", "M x K x N", "FLOPs", "GEMM", "verdict", "speed", "why")
+_HEADER = ("site", "M x K x N", "FLOPs", "GEMM", "verdict", "speed")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Report:
     """A `ProbeReport` record with methods to save, plan and summarize.
 
     Args:
-        record: the data, which is what `to_json` saves.
+        record: the data, which is what `save` writes.
 
     Example:
         >>> plan = Report.load("probe.json").plan(min_speedup=None)
@@ -135,18 +135,19 @@ class Report:
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
     def table(self) -> str:
-        """Format every GEMM of every site with its verdict as aligned text."""
-        rows = [_HEADER]
+        """Format every GEMM of every site with its verdict as aligned text, and below each the reason."""
+        rows = [(*_HEADER, "")]
         for site in self.record.sites:
             shape = f"{site.m} x {site.k} x {site.n}"
             for number, verdict in enumerate(site.verdicts):
                 head = (site.name, shape, f"{site.flops_share:.1%}") if number == 0 else ("", "", "")
                 rows.append((*head, verdict.gemm, verdict.safety, verdict.speed, verdict.reason))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER) - 1)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]).rstrip()
-            for row in rows
-        )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        lines = []
+        for *cells, reason in rows:
+            lines += ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()]
+            lines += fold(reason)
+        return "\n".join(lines)
 
     def compare_sources(self, gemm: Gemm = "fprop", recipe: str | None = None) -> dict[Source, Ratio]:
         """Compare the error on each source of operands with the error on N(0, 1), over all sites and recipes."""
@@ -174,6 +175,12 @@ class Report:
             counts = {s: sum(v.safety == s for v in found) for s in ("safe", "unsafe", "not measured")}
             speeds = {s: sum(v.speed == s for v in found) for s in ("fast", "slow", "not measured")}
             lines.append(f"{gemm}: {_spell_counts(counts)}; speed: {_spell_counts(speeds)}")
+        if record.units > 1:
+            share = record.margin / math.sqrt(record.units)
+            lines.append(
+                f"allowed for one of {record.units} units: {100 * share:.2g}% of the loss, "
+                f"the margin of {record.margin:.2%} divided by the square root of their number"
+            )
         for source, ratio in self.compare_sources().items():
             lines.append(
                 f"forward error (MERE) on {source} as a multiple of that on N(0, 1): geometric mean {ratio.mean:.3f}, "

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.dispatch import recipe_named
+from loka.dispatch.choosing import HOPELESS
 from loka.dispatch.margin import allow
 from loka.kernels.scaled_mm import GemmWay
 from loka.nn.wrapping import in_eval, named_sites
@@ -169,7 +170,6 @@ def add_sensitivity(
         _veto(
             msgspec.structs.replace(s, metric_change=found.get(s.name), metric_recipe=recipes.get(s.name)),
             report.record,
-            described,
         )
         for s in report.record.sites
     ]
@@ -184,18 +184,21 @@ def add_sensitivity(
     )
 
 
-def _veto(site: Site, record: ProbeReport, described: str) -> Site:
+def _veto(site: Site, record: ProbeReport) -> Site:
     """Correct a site's forward verdict by its measured change of the metric."""
     if site.metric_change is None:
         return site
     judged = allow(site.metric_change, margin=record.margin, units=max(record.units, 1))
-    words = f"swapped in alone it changes the metric ({described}) by {judged.text}"
+    words = f"swapped in alone it changes the metric by {judged.text}"
+    tried = (c for c in site.candidates if c.gemm == "fprop" and c.recipe == site.metric_recipe)
+    hopeless = any(c.harm is None or c.harm.value > HOPELESS * record.margin for c in tried)
 
     def correct(verdict: GemmVerdict) -> GemmVerdict:
         if verdict.gemm != "fprop":
             return verdict
         if judged.within:
-            return msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {words}")
+            rule = ", which decides in a plan" if verdict.safety == "unsafe" and not hopeless else ""
+            return msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {words}{rule}")
         return msgspec.structs.replace(
             verdict, safety="unsafe", reason=f"vetoed by the measured change: {words}; {verdict.reason}"
         )

@@ -44,13 +44,6 @@ class Allowed:
         """Relative change of the loss allowed for one unit."""
         return share_of_margin(self.margin, self.units)
 
-    def spell(self) -> str:
-        """Spell out one unit's share of the margin and how it is computed."""
-        many = (
-            f", {spell_share(self.margin)} divided by the square root of {self.units} units" if self.units > 1 else ""
-        )
-        return f"its share of the margin is {spell_share(self.share)}{many}"
-
 
 def judge(
     gemm: Gemm,
@@ -89,7 +82,7 @@ def judge(
     causes: list[Cause] = []
     found = f"{_spell_error(gemm, best.error)}{_spell_origin(best)}"
     if scored:
-        held, extra = f"{spell_harm(size)}; {allowed.spell()}", f"; {found}"
+        held, extra = f"{spell_harm(size)}; allowed {spell_share(allowed.share)}", f"; {found}"
     elif passing:
         held = f"{found}, limit {limit:g}"
         extra = f"; what that does to the loss was not measured: {unscored or 'no step was scored'}"

@@ -85,7 +85,15 @@ class _Computed(Seal, frozen=True):
 
 
 class Plan(Record, frozen=True, kw_only=True, tag="plan"):
-    """What runs where in a model, and why: mods, chains, single linears, tables and collectives, with evidence."""
+    """What runs where in a model, and why: mods, chains, single linears, tables and collectives, with evidence.
+
+    `loka.tune` and `report.plan()` make plans; `loka.convert` applies them.
+
+    Example:
+        >>> plan = report.plan(min_speedup=None)
+        >>> print(plan)  # one line per unit or linear; plan.explain(name) says why
+        >>> plan.save("plan.json")
+    """
 
     SCHEMA: ClassVar[int] = 2
     schema: int = 2

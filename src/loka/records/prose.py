@@ -1,5 +1,7 @@
 """Plans as readable text: summaries, the differences between two plans, and why a site runs what it runs; errors."""
 
+import difflib
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,19 @@ def name_some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
+def nearest(name: str, known: Sequence[str], most: int = 5) -> str:
+    """List the known names for an error message: the nearest ones if any is similar, otherwise the first ones."""
+    similar = difflib.get_close_matches(name, known, n=3, cutoff=0.7)
+    return f"did you mean {' or '.join(similar)}?" if similar else f"its sites are {name_some(known, most)}"
+
+
+def fold(text: str, first: str = "      ", rest: str = "      ", width: int = 118) -> list[str]:
+    """Break a sentence into lines that fit a terminal; `first` and `rest` begin them."""
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def spell(choice: "Choice") -> str:
     """Describe one GEMM's choice: `e4m3:row @ e4m3:row on reference`."""
     if not choice.quantized:
@@ -33,9 +48,10 @@ def spell(choice: "Choice") -> str:
 
 
 def describe(plan: "Plan") -> str:
-    """Summarize a plan: a line per site, unit, table and collective, then the low-precision share, mods and notes."""
-    lines = [f"{site.site}  {_spell_site(site, plan) or 'no GEMM was seen'}" for site in plan.sites]
-    lines += [f"unit {unit.name}  {spell_unit(unit)}" for unit in plan.units]
+    """Summarize a plan: a line per unit, other site, table and collective, then the share in FP8, mods and notes."""
+    lines = [f"unit {unit.name}  {spell_unit(unit)}" for unit in plan.units]
+    alone = [site for site in plan.sites if plan.unit_of(site.site) is None]
+    lines += [f"{site.site}  {_spell_site(site, plan) or 'no GEMM was seen'}" for site in alone]
     lines += [f"{part.name}  {spell_part(part)}" for part in plan.parts]
     of = "the model's" if plan.flops_of == "model" else "the probed"
     lines.append(f"{plan.low_precision_share:.1%} of {of} GEMM FLOPs in low precision")
@@ -130,8 +146,7 @@ def explain(plan: "Plan", site: str) -> str:
             return "\n".join([*_explain_unit(unit), *(f"  note: {note}" for note in plan.notes)])
         parts = [part.name for part in plan.parts]
         linears = [*(s.site for s in plan.sites), *(n for u in plan.units for n in u.linears)]
-        known = ", ".join(dict.fromkeys([*linears, *parts]))
-        raise ValueError(f"the plan has no site {site!r}; its sites are {known}")
+        raise ValueError(f"the plan has no site {site!r}; {nearest(site, list(dict.fromkeys([*linears, *parts])))}")
     shape = f"M {planned.m}, K {planned.k}, N {planned.n}"
     of = "the model's" if plan.flops_of == "model" else "the probed sites'"
     lines = [f"{site}: {shape}, {planned.flops_share:.1%} of {of} GEMM FLOPs"]

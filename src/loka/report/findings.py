@@ -1,7 +1,7 @@
 """Probe findings besides errors: predicted cost and chain of each linear, hazards, and what was not observed."""
 
 from loka.records import Interval, ProbeReport, Site
-from loka.report.markup import about, chip, escape, mono, table
+from loka.report.markup import about, chip, dotted, escape, mono, table
 
 ROWS = 200  # shown in the table of costs
 _WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # in order of preference: in its chain, then the finest recipe
@@ -20,11 +20,11 @@ def _write_costs(probe: ProbeReport) -> str:
     found.sort(key=lambda entry: -entry[2].high)
     rows = [
         [
-            f'<button type="button" class="link mono" data-site="{escape(site.name)}">{escape(site.name)}</button>',
+            f'<button type="button" class="link mono" data-site="{escape(site.name)}">{dotted(site.name)}</button>',
             escape(way),
             f"{100 * harm.value:.2g} %",
             f"{100 * harm.high:.2g} %",
-            escape(chains.get(site.name) or probe.alone.get(site.name, "")),
+            dotted(chains[site.name]) if site.name in chains else escape(probe.alone.get(site.name, "")),
         ]
         for site, way, harm in found[:ROWS]
     ]

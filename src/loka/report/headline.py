@@ -57,7 +57,9 @@ def _subject(results: Results) -> str:
 def say_verdict(results: Results, first: Comparison | None) -> str:
     """Return the headline: one sentence that claims no more than was measured."""
     if results.tunings and first is None:
-        return say_tuning(results.tunings[0])
+        tuning = results.tunings[0]
+        text = say_tuning(tuning)
+        return text if results.sizes else text.replace(f" ({tuning.speed_note})", "")  # which the tile of speed says
     if first is None:
         return _say_without_runs(results)
     share = percent(first.low_precision_flops_share, 0)
@@ -138,9 +140,17 @@ def _tiles_tuned(results: Results, first: Comparison | None) -> list[str]:
     return [
         quality,
         _tile_step(results, tuning),
-        _tile("In FP8", percent(sum(unit.flops_share for unit in converted)), "of the linears' FLOPs"),
+        _tile("In FP8", percent(sum(unit.flops_share for unit in converted)), _say_share(results)),
         _tile("Linears converted", f"{taken} of {linears}", f"{linears - taken} kept in 16-bit precision"),
     ]
+
+
+def _say_share(results: Results) -> str:
+    """Say what the linears' share is a share of; with the model's own, which includes other products."""
+    whole = next((c.low_precision_share for c in results.conversions if c.flops_of == "model"), None)
+    if whole is None and results.comparisons:
+        whole = results.ordered_comparisons[0].low_precision_flops_share
+    return "of the linears' FLOPs" + ("" if whole is None else f"; {percent(whole)} of the model's GEMM FLOPs")
 
 
 def _tile_step(results: Results, tuning: Tuning) -> str:

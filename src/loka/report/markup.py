@@ -6,7 +6,7 @@ from html import escape
 from loka.records import Interval
 
 __all__ = [
-    "about", "capitalise", "chart", "chip", "count", "escape", "mono", "notice", "percent", "signed", "span_of", "table",
+    "about", "capitalise", "chart", "chip", "count", "dotted", "escape", "mono", "notice", "percent", "signed", "span_of", "table",
     "times",
 ]  # fmt: skip
 
@@ -48,6 +48,11 @@ def capitalise(text: str) -> str:
 def chip(word: str, kind: str = "") -> str:
     """Return a word in a colored pill. The word carries the meaning, not the color."""
     return f'<span class="chip {kind}">{escape(word)}</span>'
+
+
+def dotted(name: str) -> str:
+    """Return a module's name that may break after its dots."""
+    return f'<span class="dotted">{escape(name).replace(".", ".<wbr>")}</span>'
 
 
 def mono(text: str) -> str:

@@ -1,7 +1,7 @@
 """The environments that produced the records: machines, versions, and the exact commands."""
 
 from loka.records import Environment
-from loka.report.markup import about, escape
+from loka.report.markup import about, count, escape
 from loka.report.results import Results
 
 
@@ -27,7 +27,7 @@ def _write_facts(found: Environment) -> str:
             f"{found.python}, {found.torch}" + (f", triton {found.triton}" if found.triton else "")
         ),
         "device": escape(found.device + (f", driver {found.driver}" if found.driver else "")),
-        "processor": escape(f"{found.cpu}, {found.threads} threads"),
+        "processor": escape(f"{found.cpu}, {count(found.threads, 'thread')}"),
     }
     return "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items())
 

@@ -112,6 +112,7 @@
     return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head.join(", ") }, make("table", {}, make("thead", {}, make("tr", {}, ...head.map((v, i) => cell("th", v, i)))), body));
   }
   const chip = (text) => make("span", { class: `chip ${{ safe: "good", fast: "good", chain: "good", unsafe: "bad", slow: "bad" }[text] || ""}` }, text);
+  const dotted = (name) => name.split(/(?<=\.)/).flatMap((part) => [part, make("wbr")]); // may break after its dots
   const mono = (text) => make("span", { class: "mono" }, text);
 
   function histogramOf(stats, format) {
@@ -268,7 +269,7 @@
 
   function rowOf(row) {
     const name = data.names[row.i];
-    const title = byId("site-page") ? make("button", { type: "button", class: "link mono", "data-site": name }, name) : mono(name);
+    const title = byId("site-page") ? make("button", { type: "button", class: "link mono", "data-site": name }, ...dotted(name)) : mono(name);
     const cells = [title, `${row.k} × ${row.n}`, share(row.f), ...gemms.map((g) => cellOf(row, g)), whyOf(row)];
     const classes = ["", "n", "n", "", "", "", "why"];
     return make("tr", {}, ...cells.map((cell, i) => make("td", classes[i] ? { class: classes[i] } : {}, cell)));

@@ -6,7 +6,7 @@ from pathlib import Path
 from loka.records import ProbeReport, Site, write_atomically
 from loka.records.prose import diff
 from loka.report import headline, origin
-from loka.report.markup import about, chart, chip, escape, mono, percent, signed, span_of, table
+from loka.report.markup import about, chart, chip, count, escape, mono, percent, signed, span_of, table
 from loka.report.quality import GOOD
 from loka.report.render import fill_page
 from loka.report.results import Results
@@ -109,7 +109,11 @@ def _write_quality(pair: Pair) -> str:
                 cells += [chip(found.outcome, GOOD[found.outcome]), signed(change.value), span_of(change)]
         rows.append(cells)
     head = ["run", *(text for name in pair.names for text in (f"{name}: verdict", "change", "95 % interval"))]
-    return table(head, rows, numeric=(2, 3, 5, 6), caption="Comparisons of both reports")
+    both = [{c.candidate: c.outcome for c in results.comparisons} for _, results in pair.sides]
+    shared = [name for name in names if all(name in side for side in both)]
+    differ = sum(both[0][name] != both[1][name] for name in shared)
+    said = f"{count(len(shared), 'run')} in both; {differ or 'none'} of the verdicts {'differs' if differ == 1 else 'differ'}."
+    return about(said) + table(head, rows, numeric=(2, 3, 5, 6), caption="Comparisons of both reports")
 
 
 def _write_sites(pair: Pair) -> str:

@@ -172,7 +172,7 @@ def draw(results: Results) -> dict[str, Any]:
 
 
 def _draw_sites(results: Results, probe: ProbeReport) -> dict[str, Any]:
-    seen = {c.recipe for site in probe.sites for c in site.candidates}
+    seen = {c.recipe for site in probe.sites for c in site.candidates if c.error is not None}
     recipes = [*(r for r in RECIPE_COLOURS if r in seen), *sorted(seen - RECIPE_COLOURS.keys())]
     least = results.plan.min_speedup if results.plan and results.plan.min_speedup else 1.05
     drawn: dict[str, Any] = {

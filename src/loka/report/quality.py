@@ -19,7 +19,8 @@ def write_quality(results: Results) -> str:
                 f"All runs continue the same checkpoint on the same batches.{_say_swapped(results)} The shaded band "
                 f"is the margin of ±{percent(first.margin)}: an interval inside it is equivalent; one that leaves it and contains "
                 f"zero is inconclusive. Smallest change that this test can detect (80 % power): "
-                f"{percent(first.minimum_detectable, 3)}.{_say_noise(results)}"
+                f"{percent(first.minimum_detectable, 3)}.{_say_noise(results)} Pairs: test examples, each compared with itself. "
+                "Clusters: the independent groups that the interval is over, e.g. households."
             )
         )
         text.append(chart("comparisons", "Change of the log loss by run, with 95 % intervals and the margin"))

@@ -92,6 +92,8 @@ class Results:
         files = [path for path in found if path == place or not path.name.startswith("evidence")]
         if not files:
             raise ValueError(f"{folder} holds no records (*.json); give the `records` folder of a job")
+        if place.is_dir() and (place / "records").is_dir():
+            raise ValueError(f"{folder} is the folder of a job; its records are in {place / 'records'}")
         return cls.of([read_any(path) for path in [*files, *map(Path, add)]], str(folder))
 
     @classmethod

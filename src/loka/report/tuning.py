@@ -3,7 +3,7 @@
 from loka.records import Conversion, Interval
 from loka.records.prose import spell_unit
 from loka.records.tuning import SizeEstimates, TunedUnit, Tuning
-from loka.report.markup import about, chip, escape, notice, percent, signed, span_of, table, times
+from loka.report.markup import about, chip, dotted, escape, notice, percent, signed, table, times
 from loka.report.results import Results
 
 _GLOSSARY = (
@@ -11,6 +11,8 @@ _GLOSSARY = (
     "<b>Predicted</b>: the relative change of the loss that the score expects from the unit's rounding. <b>Swapped, alone</b>: the change measured with only this unit in FP8, on held-out "
     "batches, paired. <b>Speed-up</b>: of the unit alone, outside of the model, compiled, over its compiled 16-bit version. <b>Margin</b>: changes up to this size count as none.</p>"
 )
+
+_CHOSEN = "auto is "  # notes of a conversion about backends: long, and seldom of interest
 
 
 def say_tuning(tuning: Tuning) -> str:
@@ -21,7 +23,7 @@ def say_tuning(tuning: Tuning) -> str:
 def write_tuning(results: Results) -> str:
     """Return all tunings, then the conversions and the estimates."""
     parts = [
-        *map(_write_one, results.tunings),
+        *(_write_one(tuning, _title(results, tuning)) for tuning in results.tunings),
         *map(_write_conversion, results.conversions),
         *map(_write_sizes, results.sizes),
     ]
@@ -42,7 +44,13 @@ def _write_sizes(found: SizeEstimates) -> str:
     )
 
 
-def _write_one(tuning: Tuning) -> str:
+def _title(results: Results, tuning: Tuning) -> str:
+    """Return the model's name where the headline of the page already says what was found, otherwise both."""
+    told = tuning is results.tunings[0] and not results.comparisons
+    return tuning.model if told else say_tuning(tuning)
+
+
+def _write_one(tuning: Tuning, title: str) -> str:
     rows = [_unit_row(unit) for unit in tuning.units]
     head = ("unit", "runs as", "FLOPs", "speed-up", "predicted", "swapped, alone", "why")
     margin = f"Margin {percent(tuning.margin, 2)}"
@@ -50,7 +58,7 @@ def _write_one(tuning: Tuning) -> str:
         margin += (
             f", judged at {percent(tuning.used_margin, 2)}, the smallest change that the held-out data could resolve"
         )
-    text = f"<h3>{escape(say_tuning(tuning))}</h3>" + about(
+    text = f"<h3>{escape(title)}</h3>" + about(
         f"{margin}. The forward pass was judged by swapping FP8 in on held-out {tuning.metric_unit}; "
         f"{_say_gradients(tuning)}. {_say_kernels(tuning)}The model itself was not trained."
     )
@@ -63,8 +71,6 @@ def _write_one(tuning: Tuning) -> str:
     if tuning.step_microseconds:
         steps = [[escape(name), f"{us / 1000:.3f}"] for name, us in tuning.step_microseconds.items()]
         text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step compared with 16-bit")
-    if tuning.metric_change is not None:
-        text += f"<p>Loss {signed(tuning.metric_change.value)}, {span_of(tuning.metric_change)} (95 %).</p>"
     return text + table(head, rows, numeric=range(2, 6), why=6, caption="Units") + _GLOSSARY
 
 
@@ -83,7 +89,7 @@ def _say_gradients(tuning: Tuning) -> str:
 def _unit_row(unit: TunedUnit) -> list[str]:
     kind = "good" if unit.way != "high" else ""
     why = escape(unit.reason) + "".join(f"<br>{chip('alarm', 'bad')} {escape(alarm)}" for alarm in unit.alarms)
-    names = escape(" → ".join(unit.linears)) if len(unit.linears) > 1 else escape(unit.name)
+    names = "&nbsp;→ ".join(map(dotted, unit.linears)) if len(unit.linears) > 1 else dotted(unit.name)
     way = chip("16-bit" if unit.way == "high" else unit.way, kind)
     return [names, way, percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why]
 
@@ -99,10 +105,12 @@ def _change(change: Interval | None) -> str:
 
 
 def _write_conversion(done: Conversion) -> str:
-    rows = [[escape(name), escape(what)] for name, what in done.converted.items()]
-    rows += [[escape(name), f"kept: {escape(why)}"] for name, why in done.kept.items()]
+    rows = [[dotted(name), escape(what)] for name, what in done.converted.items()]
+    rows += [[dotted(name), f"kept: {escape(why)}"] for name, why in done.kept.items()]
     units = "".join(f"<li>{escape(spell_unit(unit))}</li>" for unit in done.units)
-    notes = "".join(notice(escape(note)) for note in done.notes)
+    notes = "".join(notice(escape(note)) for note in done.notes if not note.startswith(_CHOSEN))
+    if chosen := "".join(notice(escape(note)) for note in done.notes if note.startswith(_CHOSEN)):
+        notes += f"<details><summary>Which kernels auto chose, and why not others</summary>{chosen}</details>"
     first = escape(str(done).splitlines()[0])
     return f"<h3>Conversion</h3><p>{first}</p>{notes}<ul>{units}</ul>" + table(
         ("linear", "runs in"), rows, why=1, caption="Precision of each linear"

@@ -5,7 +5,7 @@ checks types, bounds and unknown fields while it parses. The Open Inference Prot
 """
 
 import re
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -14,6 +14,8 @@ from loka.serving.servable import FieldError
 
 JSON = "application/json"
 MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+UNNAMED = re.compile(r"\$\.(\w+)\[\.\.\.\]")  # how msgspec calls an entry of a mapping
+NAMED = 256 * 1024  # bytes of a body that is parsed once more to name the entry
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -26,6 +28,7 @@ class Codec:
     """
 
     def __init__(self, kind: type) -> None:
+        self._kind = kind
         self._json: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
         self._msgpack: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
@@ -35,9 +38,30 @@ class Codec:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise blame(error) from error
+            raise self._name_entry(blame(error), body, content_type) from error
         except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
             raise Refused(400, "malformed", f"the body is not valid {content_type}: {error}", path="$") from error
+
+    def _name_entry(self, refused: Refused, body: bytes, content_type: str) -> Refused:
+        """Replace `[...]`, which stands for some entry of a mapping, by the name of the first invalid one."""
+        found = UNNAMED.match(refused.path or "")
+        if found is None or len(body) > NAMED:
+            return refused
+        mapping = get_type_hints(self._kind, include_extras=True)[found[1]]
+        _, kind = get_args(get_args(mapping)[0] if get_origin(mapping) is Annotated else mapping)
+        read = msgspec.json.decode if content_type == JSON else msgspec.msgpack.decode
+        for name, value in read(body)[found[1]].items():
+            try:
+                msgspec.convert(value, kind)
+            except msgspec.ValidationError as error:
+                inner = blame(error)
+                hint = (
+                    "; expected numbers, or base64 of their bytes"
+                    if inner.message.endswith("base64 encoded string")
+                    else ""
+                )
+                return Refused(400, "field", inner.message + hint, path=f"$.{found[1]}.{name}{(inner.path or '$')[1:]}")
+        return refused
 
 
 def blame(error: Exception) -> Refused:

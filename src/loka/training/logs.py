@@ -133,7 +133,7 @@ class Progress(Callback):
         self._console = console
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._shown: dict[str, Any] = {"loss": "-", "ne": "-", "speed": "-"}
+        self._shown: dict[str, Any] = {"loss": "-", "ne": "", "speed": "-"}
 
     def on_start(self, trainer: Trainer) -> None:
         """Show the bar, at the resumed step if there is one."""
@@ -147,7 +147,7 @@ class Progress(Callback):
             TextColumn("train"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  NE {task.fields[ne]}  {task.fields[speed]} ex/s"),
+            TextColumn("loss {task.fields[loss]}{task.fields[ne]}  {task.fields[speed]} ex/s"),
             TimeRemainingColumn(),
             console=console,
         )
@@ -157,10 +157,10 @@ class Progress(Callback):
     def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
         """Advance the bar; on log steps update the numbers."""
         if log is not None:
-            ne = "-" if log.ne is None else f"{log.ne:.4f}"
+            ne = "" if log.ne is None else f"  NE {log.ne:.4f}"  # sequence models have none
             self._shown.update(loss=f"{log.loss:.4f}", ne=ne, speed=f"{log.examples_per_s:,.0f}")
             if self._bar is None:
-                self._tell(trainer, f"loss {log.loss:.4f}  NE {ne}  {log.examples_per_s:,.0f} ex/s")
+                self._tell(trainer, f"loss {log.loss:.4f}{ne}  {log.examples_per_s:,.0f} ex/s")
         self._draw(trainer.step)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:

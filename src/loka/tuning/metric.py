@@ -182,11 +182,12 @@ def _drop_costliest(call: Call, selection: Selection, excess: float, exceeded: f
     enough = [name for name, cost in costs.items() if cost >= WORTH_LEAVING * excess]
     worst = max(enough or costs, key=lambda name: costs[name] / sites[name].flops if enough else costs[name])
     offer = next(offer for offer in selection.offers if worst in offer.unit.linears)
-    what = "it" if len(offer.unit.links) == 1 else f"the chain {offer.name}, of which this costs most for its FLOPs,"
-    why = (
-        f"swapped in, {what} moved the metric {spell_change(selection.alone[offer.name])}, and with all units "
-        f"together it changed by more than {exceeded:.3%}"
-    )
+    what = "it" if len(offer.unit.links) == 1 else f"its chain {offer.name}"
+    why = f"{what} alone moved the metric {spell_change(selection.alone[offer.name])}"
+    if len(costs) == 1:
+        why = f"swapped in, {why}, which is more than {exceeded:.3%}"
+    else:
+        why = f"all units together moved the metric by more than {exceeded:.3%}, and this linear costs most for its FLOPs; {why}"
     selection.leave_out(worst, why, training=call.training)
     return worst
 

@@ -9,6 +9,7 @@ from torch import nn
 from loka.placing import revert
 from loka.probe.paired import NEVER
 from loka.records import Conversion, Interval, Plan, RecordError, load, save
+from loka.records.prose import fold
 from loka.records.tuning import TunedUnit, Tuning
 from loka.report import Results, write_html
 
@@ -90,8 +91,8 @@ class Tuned:
         return folder
 
     def __str__(self) -> str:
-        """Format the verdict, a table of units, and the notes."""
-        head = ("unit", "runs as", "FLOPs", "speed", "predicted change", "measured change", "why")
+        """Format the verdict, a table of units with the reason below each, and the notes."""
+        head = ("unit", "runs as", "FLOPs", "speed", "predicted", "measured", "")
         rows = [head, *(_spell_row(unit) for unit in self.record.units)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.record.model}: {self.record.verdict}", ""]
@@ -101,10 +102,11 @@ class Tuned:
                 name.ljust(widths[0]),
                 way.ljust(widths[1]),
                 *(n.rjust(w) for n, w in zip(numbers, widths[2:], strict=False)),
-                why,
             ]
-            lines += ["  " + "  ".join(cells), *(f"    alarm: {alarm}" for alarm in (unit.alarms if unit else ()))]
-        return "\n".join([*lines, "", *(f"note: {note}" for note in self.record.notes)]).rstrip()
+            lines += ["  " + "  ".join(cells).rstrip(), *fold(why)]
+            lines += [line for alarm in (unit.alarms if unit else ()) for line in fold(f"alarm: {alarm}")]
+        notes = (line for note in self.record.notes for line in fold(f"note: {note}", first=""))
+        return "\n".join([*lines, "", *notes]).rstrip()
 
 
 def keep_earlier(folder: Path, record: Tuning) -> Path | None:
@@ -139,14 +141,20 @@ def keep_earlier(folder: Path, record: Tuning) -> Path | None:
 def _spell_row(unit: TunedUnit) -> tuple[str, ...]:
     """Return the table row of a unit.
 
-    The changes are those of the loss as predicted by the score, and of the metric with only this unit swapped in.
+    The changes are those of the loss as predicted by the score, and of the metric with only this unit swapped in. The
+    last name of a chain is written without what it shares with the first.
     """
     speed = "" if unit.speedup is None else f"{unit.speedup.value:.2f}x"
     if unit.estimated is not None:
         speed = f"~{unit.estimated.value:.2f}x (estimated)"
     predicted = "" if unit.harm is None else _spell_change(unit.harm.value)
     measured = "" if unit.metric_change is None else _spell_change(unit.metric_change.value)
-    name = unit.name if len(unit.linears) < 2 else f"{unit.linears[0]} to {unit.linears[-1]} ({len(unit.linears)})"
+    name = unit.name
+    if len(unit.linears) > 1:
+        first, last = unit.linears[0], unit.linears[-1]
+        pairs = zip(first.split(".")[:-1], last.split(".")[:-1], strict=False)
+        shared = ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        name = f"{first} to {last[len(shared) :]} ({len(unit.linears)})"
     return name, unit.way, f"{unit.flops_share:.1%}", speed, predicted, measured, unit.reason
 
 
