@@ -94,7 +94,7 @@ def test_what_is_left_when_one_is_too_slow_is_held_to_the_margin_again(monkeypat
     assert swapped == ["ab", "a"]
     assert selection.change is not None
     assert selection.change.value == pytest.approx(COST["a"])
-    assert "changed by more than" in selection.chosen.kept["b"]
+    assert "moved the metric by more than" in selection.chosen.kept["b"]
     assert selection.chosen.kept["c"] == "slower"
 
 
