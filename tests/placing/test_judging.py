@@ -165,6 +165,26 @@ def test_under_autocast_correct_kernels_are_not_refused(monkeypatch: pytest.Monk
     assert len(plan.notes) == 1
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_kernels_are_judged_without_tf32(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever allows it gets it from torch's own kernels, which are correct all the same."""
+    seen: list[str] = []
+    products = torch.backends.cuda.matmul
+    monkeypatch.setattr(judging, "judge_call", lambda one, device: seen.append(products.fp32_precision))
+    try:
+        if newer:
+            products.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        Judge("cpu").find_wrong([KernelCall("mixed_dots", "torch", None)])
+        assert seen == ["ieee"]
+        assert products.fp32_precision == "tf32"
+        assert newer or torch.get_float32_matmul_precision() == "high"
+    finally:
+        products.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_of_training_is_one_wherever_it_is_asked_for(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "fused_linear", fused_law)

@@ -12,7 +12,8 @@ References define the correct result, so where only they run, nothing is judged.
 """
 
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ class Judge:
             if self.tell is not None:
                 self.tell(index + 1, len(new))
             try:
-                with torch.autocast(self._type, enabled=False):  # it would round what kernels are compared with
+                with _exactly(self._type):
                     verdict = judge_call(one, self.device)
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
@@ -161,6 +162,25 @@ class Judge:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+@contextmanager
+def _exactly(kind: str) -> Iterator[None]:
+    """Multiply float32 as such in the block: autocast or TF32 would round what kernels are compared with, or return."""
+    products, restore = torch.backends.cuda.matmul, list[Callable[[], None]]()
+    try:
+        if (before := torch.get_float32_matmul_precision()) != "highest":
+            torch.set_float32_matmul_precision("highest")
+            restore.append(partial(torch.set_float32_matmul_precision, before))
+    except RuntimeError:  # it was set by the newer interface, and the two must not be mixed
+        restore.append(partial(setattr, products, "fp32_precision", products.fp32_precision))
+        products.fp32_precision = "ieee"
+    try:
+        with torch.autocast(kind, enabled=False):
+            yield
+    finally:
+        for undo in restore:
+            undo()
 
 
 def _try(find: Find, names: Collection[str]) -> Exception | None:
