@@ -166,7 +166,10 @@ class Judge:
 
 @contextmanager
 def _exactly(kind: str) -> Iterator[None]:
-    """Multiply float32 as such in the block: autocast or TF32 would round what kernels are compared with, or return."""
+    """Compute in the block as the gate expects it, whatever surrounds it.
+
+    Autocast or TF32 would round what kernels are compared with, or return; exact gradients are computed by autograd.
+    """
     products, restore = torch.backends.cuda.matmul, list[Callable[[], None]]()
     try:
         if (before := torch.get_float32_matmul_precision()) != "highest":
@@ -176,7 +179,7 @@ def _exactly(kind: str) -> Iterator[None]:
         restore.append(partial(setattr, products, "fp32_precision", products.fp32_precision))
         products.fp32_precision = "ieee"
     try:
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(kind, enabled=False), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         for undo in restore:
