@@ -12,8 +12,7 @@ References define the correct result, so where only they run, nothing is judged.
 """
 
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,10 +56,6 @@ class Judge:
     tell: Callable[[int, int], None] | None = None
     judged: dict[KernelCall, str] = field(default_factory=dict)
 
-    @property
-    def _type(self) -> str:
-        return torch.device(self.device).type
-
     def find_wrong(self, calls: Sequence[KernelCall]) -> dict[KernelCall, str]:
         """Judge those of the calls that were not judged before. Return the wrong ones, and why."""
         unchecked = []
@@ -69,8 +64,7 @@ class Judge:
             if self.tell is not None:
                 self.tell(index + 1, len(new))
             try:
-                with _exactly(self._type):
-                    verdict = judge_call(one, self.device)
+                verdict = judge_call(one, self.device)
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
                 self._note(f"not tested for conformance, for want of memory: {one}")
@@ -79,7 +73,7 @@ class Judge:
                 unchecked.append(str(one))
             else:
                 self.judged[one] = verdict.reason
-        if new and self._type == "cuda":
+        if new and torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()  # exact results in float64 may have taken most of the GPU
         if unchecked:
             self._note(f"there is no conformance check for {name_some(unchecked, 3)}")
@@ -162,28 +156,6 @@ class Judge:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-
-@contextmanager
-def _exactly(kind: str) -> Iterator[None]:
-    """Compute in the block as the gate expects it, whatever surrounds it.
-
-    Autocast or TF32 would round what kernels are compared with, or return; exact gradients are computed by autograd.
-    """
-    products, restore = torch.backends.cuda.matmul, list[Callable[[], None]]()
-    try:
-        if (before := torch.get_float32_matmul_precision()) != "highest":
-            torch.set_float32_matmul_precision("highest")
-            restore.append(partial(torch.set_float32_matmul_precision, before))
-    except RuntimeError:  # it was set by the newer interface, and the two must not be mixed
-        restore.append(partial(setattr, products, "fp32_precision", products.fp32_precision))
-        products.fp32_precision = "ieee"
-    try:
-        with torch.autocast(kind, enabled=False), torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        for undo in restore:
-            undo()
 
 
 def _try(find: Find, names: Collection[str]) -> Exception | None:
