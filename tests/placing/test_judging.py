@@ -12,11 +12,13 @@ import loka
 from loka.formats import QTensor
 from loka.kernels.dropout import Dropout
 from loka.kernels.fused_linear import reference as fused_law
+from loka.kernels.quantize import QuantizeCall
 from loka.kernels.quantize import reference as quantize_law
 from loka.kernels.scaled_mm import reference as product_law
+from loka.measure.gate import forget_answers
 from loka.measure.kernel_calls import KernelCall
 from loka.placing import judging, plan_everything
-from loka.placing.judging import Judge, find_step
+from loka.placing.judging import Judge, find_planned, find_step
 from loka.records import Plan
 from mods.zoo import assert_same_state, snapshot
 
@@ -165,16 +167,62 @@ def test_under_autocast_correct_kernels_are_not_refused(monkeypatch: pytest.Monk
     assert len(plan.notes) == 1
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_kernels_are_judged_without_tf32(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever allows it gets it from torch's own kernels, which are correct all the same."""
+    seen: set[str] = set()
+    products = torch.backends.cuda.matmul
+
+    def run(*given: Any, **options: Any) -> Any:
+        seen.add(products.fp32_precision)
+        return quantize_law.run(*given, **options)
+
+    plant(monkeypatch, "quantize", quantize_law, run=run)
+    try:
+        if newer:
+            products.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        assert not Judge("cpu").find_wrong([KernelCall("quantize", "planted", QuantizeCall(32, 64, loka.Spec.parse("e4m3:row")))])  # fmt: skip
+        assert seen == {"ieee"}
+        assert products.fp32_precision == "tf32"
+        assert newer or torch.get_float32_matmul_precision() == "high"
+    finally:
+        products.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_step_of_training_is_one_wherever_it_is_asked_for(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "fused_linear", fused_law)
     model, x = make()
-    judged: list[KernelCall] = []
-    monkeypatch.setattr(judging, "judge_call", lambda one, device: judged.append(one))
+    judges: list[Judge] = []
+    real = Judge.refuse
+    monkeypatch.setattr(Judge, "refuse", lambda judge, *given: (judges.append(judge), real(judge, *given))[1])
     with mode():
         plan = plan_everything(model, x)
     assert [name for unit in plan.units for name in unit.linears] == ["0", "2", "4"]
-    assert "DgradCall" in {type(one.call).__name__ for one in judged}
+    assert {type(one.call).__name__ for one in judges[0].judged} == {"FusedCall", "GradientCall", "DgradCall"}
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
+def test_defaults_of_a_program_are_not_those_of_judging(default: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "fused_linear", fused_law)
+    model, x = make()
+    calls = [KernelCall("fused_linear", "planted", one.call) for one in find_planned(model, plan_everything(model, x), x, training=True) if one.op == "fused_linear"]  # fmt: skip
+    forget_answers()
+    judge = Judge("cpu")
+    try:
+        if default == "meta":
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        assert judge.find_wrong(calls) == {}
+        assert judge.judged
+        assert default in (torch.get_default_dtype(), torch.get_default_device().type)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 def test_what_judging_allocated_is_released_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -127,7 +127,7 @@ def judge_backend(
         return Conformance.failed(supported.reason)
     judges: dict[str, Callable[..., Conformance]] = {"scaled_mm": _judge_matmul, "quantize": _judge_quantize}
     judge = partial(judges.get(op, partial(_judge_other, op)), backend, call, device, moved=moved)
-    return _judge_cached((op, _identity(backend), call, str(device), moved), judge, backend)
+    return _judge_cached((op, _identity(backend), call, str(device), moved), judge, backend, device)
 
 
 def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device: torch.device | str) -> Conformance:
@@ -149,7 +149,8 @@ def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device
     """
     device = torch.device(device)
     key = ("quantizer", _identity(quantize), call, str(device))
-    return _judge_cached(key, lambda: _judge_quantize(_FunctionBackend(quantize), call, device, moved=True), quantize)
+    judge = partial(_judge_quantize, _FunctionBackend(quantize), call, device, moved=True)
+    return _judge_cached(key, judge, quantize, device)
 
 
 class _FunctionBackend:
@@ -167,18 +168,45 @@ def forget_answers() -> None:
     _ANSWERS.clear()
 
 
-def _judge_cached(key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any) -> Conformance:
+def _judge_cached(
+    key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any, device: torch.device
+) -> Conformance:
     """Return the cached verdict, or judge and cache it. The subject is kept alive so that its id is not reused."""
     known = _ANSWERS.get(key)
     if known is None:
         try:
-            verdict = judge()
+            with _exactly(device.type):
+                verdict = judge()
         except Exception as error:  # a backend that raises fails the check
             verdict = Conformance(False, math.inf, 0.0, spell_error(error), raised=True)
         if len(_ANSWERS) >= ANSWERS:
             _ANSWERS.clear()
         known = _ANSWERS[key] = (verdict, subject)
     return known[0]
+
+
+@contextmanager
+def _exactly(kind: str) -> Iterator[None]:
+    """Compute in the block exactly, whatever surrounds it.
+
+    Autocast or TF32 would round what kernels are compared with, or return; exact gradients are computed by autograd; and
+    operands have the dtype and the device that they have by default.
+    """
+    products, dtype = torch.backends.cuda.matmul, torch.get_default_dtype()
+    with ExitStack() as undo:
+        undo.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            undo.enter_context(torch.device("cpu"))
+        try:
+            if (before := torch.get_float32_matmul_precision()) != "highest":
+                undo.callback(torch.set_float32_matmul_precision, before)
+                torch.set_float32_matmul_precision("highest")
+        except RuntimeError:  # it was set by the newer interface, and the two must not be mixed
+            undo.callback(setattr, products, "fp32_precision", products.fp32_precision)
+            products.fp32_precision = "ieee"
+        with torch.autocast(kind, enabled=False), torch.inference_mode(False), torch.enable_grad():
+            yield
 
 
 def _identity(subject: Any) -> tuple[Any, ...]:

@@ -56,10 +56,6 @@ class Judge:
     tell: Callable[[int, int], None] | None = None
     judged: dict[KernelCall, str] = field(default_factory=dict)
 
-    @property
-    def _type(self) -> str:
-        return torch.device(self.device).type
-
     def find_wrong(self, calls: Sequence[KernelCall]) -> dict[KernelCall, str]:
         """Judge those of the calls that were not judged before. Return the wrong ones, and why."""
         unchecked = []
@@ -68,8 +64,7 @@ class Judge:
             if self.tell is not None:
                 self.tell(index + 1, len(new))
             try:
-                with torch.autocast(self._type, enabled=False):  # it would round what kernels are compared with
-                    verdict = judge_call(one, self.device)
+                verdict = judge_call(one, self.device)
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
                 self._note(f"not tested for conformance, for want of memory: {one}")
@@ -78,7 +73,7 @@ class Judge:
                 unchecked.append(str(one))
             else:
                 self.judged[one] = verdict.reason
-        if new and self._type == "cuda":
+        if new and torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()  # exact results in float64 may have taken most of the GPU
         if unchecked:
             self._note(f"there is no conformance check for {name_some(unchecked, 3)}")

@@ -110,10 +110,8 @@ class StepJudge:
         for watch in watches:
             if watch.kept is not None or not watch.gemms or refuse(watch.module):
                 continue
-            m, ways = (
-                max(watch.largest, 1),
-                {g: None if (w := recipe.operands(g)) is None else w.on(backend) for g in GEMMS},
-            )
+            m, ways = max(watch.largest, 1), {gemm: recipe.operands(gemm) for gemm in GEMMS}
+            ways = {gemm: None if way is None else way.on(backend) for gemm, way in ways.items()}
             calls = [w.call(*gemm_shape(g, m, watch.k, watch.n)) for g, w in ways.items() if w is not None]
             if all(able(call, self.device) for call in calls):
                 choices = [choice_of(gemm, way, recipe.name) for gemm, way in ways.items()]
