@@ -172,11 +172,14 @@ def test_an_experiment_is_read_from_its_events(tmp_path: Path, capsys: pytest.Ca
         silent.write("exposure", f"r{user}", user=user, arm=split.arm(user)[0], ms=10.0, status=200, empty=False)
     silent.close()
     with contextlib.suppress(SystemExit):
-        cli.main(["ab", "--online", str(tmp_path / "silent")])
+        cli.main(["ab", "--online", str(tmp_path / "silent"), "--out", str(tmp_path / "silent.json")])
     assert "no metric: no outcome of an answered request was sent to POST /v1/outcome" in capsys.readouterr().out
     from loka.report.render import render
     from loka.report.results import Results
 
+    page = render(Results.load(tmp_path / "silent.json"))
+    assert "No metric: no outcome of an answered request was recorded." in page
+    assert 'aria-label="Metrics by user"' not in page  # a head without rows
     page = render(Results.load(tmp_path / "records"))
     assert "new against base on live traffic" in page
     assert "users are simulated" in page

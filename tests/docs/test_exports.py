@@ -11,6 +11,7 @@ import pytest
 
 import loka
 
+ROOT = Path(__file__).resolve().parents[2]
 ROOMS = sorted(file.parent.name for file in Path(loka.__file__).parent.glob("*/__init__.py"))
 
 
@@ -83,3 +84,18 @@ def test_an_argument_that_is_not_described_is_seen() -> None:
         return x * scale + shift
 
     assert lacking(grown) == ["shift"]
+
+
+def test_every_exported_name_is_in_the_reference() -> None:
+    """A page shows a module's own names, and a room's exports where the room imports them when it is imported."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"(?m)^::: (\S+)$", text))
+    missing = [
+        f"loka.{room}.{name}"
+        for room in ROOMS
+        if room != "cli"
+        for name, each in exported(room).items()
+        if not {each.__module__, f"loka.{room}.{name}"} & shown
+        and (f"loka.{room}" not in shown or "__getattr__" in vars(importlib.import_module(f"loka.{room}")))
+    ]
+    assert missing == []

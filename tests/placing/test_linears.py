@@ -140,7 +140,7 @@ def test_a_backend_beside_a_plan_replaces_the_plan_s_and_nothing_else(plan: Plan
         warnings.simplefilter("error")
         summary = loka.convert(model, plan, backend="auto")
     assert "fprop=e4m3:row@e4m3:row/auto (reference on cpu)" in summary.converted["a"]
-    assert "backend 'auto' replaces the plan's own backends (reference)" in str(summary)
+    assert "backend 'auto' replaces the plan's own backends (reference)" in " ".join(str(summary).split())
     loka.revert(model)
     with pytest.raises(ValueError, match=r"a fprop: torch cannot run .* needs a CUDA GPU, not cpu"):
         loka.convert(model, plan, backend="torch")
@@ -149,7 +149,7 @@ def test_a_backend_beside_a_plan_replaces_the_plan_s_and_nothing_else(plan: Plan
     with pytest.raises(ValueError, match="the plan is for NVIDIA H200"):
         loka.convert(model, change(plan, target="NVIDIA H200"), backend="auto")
     measured = loka.convert(model, change(plan, min_speedup=1.05), backend="reference")
-    assert "the plan's speed-ups were not measured with these kernels" in str(measured)
+    assert "the plan's speed-ups were not measured with these kernels" in " ".join(str(measured).split())
 
 
 @pytest.mark.gpu

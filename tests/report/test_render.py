@@ -17,6 +17,7 @@ from loka.dispatch import Policy, make_plan
 from loka.records import Conversion, Interval, LinkPlan, RecordError, UnitPlan
 from loka.records.tuning import SizeEstimate, SizeEstimates, TunedUnit, Tuning
 from loka.report import Pair, Results, render, render_pair, write_html
+from loka.report.markup import size
 from loka.report.payload import collect
 from loka.report.results import read_any
 
@@ -222,6 +223,14 @@ def test_tune_heads_its_page_with_speed_and_loss_and_claims_nothing_that_was_not
         tiles = render(given).partition('<ul class="tiles">')[2].partition("</ul>")[0]
         assert [words for words in wanted if words not in tiles.replace("\u202f", " ")] == []
         assert absent not in tiles
+
+
+def test_small_models_have_a_size() -> None:
+    assert [size(n).replace("\u202f", " ") for n in (43_000, 1_500_000, 2_340_000_000)] == [
+        "43 kB",
+        "1.5 MB",
+        "2.34 GB",
+    ]
 
 
 def test_a_page_of_tune_says_what_was_found_once() -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from loka.records import prose
 from loka.records.measurement import Environment, Interval
 from loka.records.probe import FlopsOf
 from loka.records.record import Part, Record
@@ -52,10 +53,12 @@ class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
             share = f"; {self.low_precision_share:.1%} of {of} GEMM FLOPs in low precision"
         chained = sum(len(unit.links) for unit in self.units)
         chains = f" ({chained} in {len(self.units)} chain{'s' * (len(self.units) > 1)})" if self.units else ""
-        kept = "".join(f"\n  kept {name}: {why}" for name, why in self.kept.items())
-        mods = f"\n  mods: {', '.join(self.mods)}" if self.mods else ""
-        notes = "".join(f"\n  note: {note}" for note in self.notes)
-        return f"{len(self.converted)} of {total} linears converted{chains}, {len(self.kept)} kept{share}{mods}{kept}{notes}"
+        more = [f"mods: {', '.join(self.mods)}"] if self.mods else []
+        more += [f"kept {name}: {why}" for name, why in self.kept.items()]
+        more += [f"note: {note}" for note in self.notes]
+        lines = (line for text in more for line in prose.fold(text, "  "))
+        head = f"{len(self.converted)} of {total} linears converted{chains}, {len(self.kept)} kept{share}"
+        return "\n".join([head, *lines])
 
 
 class QuantizedSite(Part, frozen=True):

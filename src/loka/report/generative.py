@@ -1,7 +1,7 @@
 """Generative recommenders: the quantized model, the paired test, the overlap of lists, and distributions of layers."""
 
 from loka.records import Analysis, PairedTest, Quantized
-from loka.report.markup import about, capitalise, chart, chip, escape, mono, notice, percent, span_of, table
+from loka.report.markup import about, capitalise, chart, chip, escape, mono, notice, percent, size, span_of, table
 from loka.report.quality import GOOD
 from loka.report.results import Results
 
@@ -39,7 +39,7 @@ def _write_quantized(done: Quantized, number: int) -> str:
         f"<h3>{escape(done.model)}, quantized for serving</h3>"
         + about(
             f"{len(low)} of {len(done.sites)} sites in low precision by the recipe {escape(done.recipe)}; "
-            f"{done.bytes_before / 2**20:.1f} MiB become {done.bytes_after / 2**20:.1f} MiB ({percent(done.ratio, 0)}).{metric}"
+            f"{size(done.bytes_before)} become {size(done.bytes_after)} ({percent(done.ratio, 0)}).{metric}"
         )
         + drawn
         + f"<details><summary>{len(done.sites)} sites</summary>{table(head, rows, numeric=(2, 5), caption='Quantized sites')}</details>"
@@ -77,16 +77,20 @@ def _write_test(test: PairedTest) -> str:
     )
 
 
+def _say_lines(analysis: Analysis) -> str:
+    """Name the published values that the chart draws as lines."""
+    named = "; ".join(f"{r.label.replace(' (published)', '')}: {r.statistic} {r.value:g}" for r in analysis.references)
+    return f" The lines are published values, which were not measured here ({escape(named)})." if named else ""
+
+
 def _write_analysis(analysis: Analysis, number: int) -> str:
     rows = [
         [escape(m.name), chip(m.likeness), escape("; ".join(m.reasons)), escape(m.activations_of or "weights only")]
         for m in analysis.models
     ]
     return (
-        "<h3>What the numbers look like</h3>"
-        + about(
-            "Variance and largest absolute value of every layer. The lines are published values, which were not measured here."
-        )
+        "<h3>Distributions of layers</h3>"
+        + about(f"Variance and largest absolute value of every layer.{_say_lines(analysis)}")
         + chart(f"layers-{number}", "Variance against largest magnitude, one point per layer")
         + table(("model", "resembles", "because", "activations of"), rows, caption="Models")
     )

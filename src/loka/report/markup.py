@@ -6,7 +6,7 @@ from html import escape
 from loka.records import Interval
 
 __all__ = [
-    "about", "capitalise", "chart", "chip", "count", "dotted", "escape", "mono", "notice", "percent", "signed", "span_of", "table",
+    "about", "capitalise", "chart", "chip", "count", "dotted", "escape", "mono", "notice", "percent", "signed", "size", "span_of", "table",
     "times",
 ]  # fmt: skip
 
@@ -38,6 +38,12 @@ def times(speedup: Interval | None) -> str:
 def count(number: int, word: str) -> str:
     """Format a count with its noun: 1 site, 2 sites."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def size(count: int) -> str:
+    """Format a number of bytes."""
+    name, unit = next(((n, u) for n, u in (("GB", 1e9), ("MB", 1e6)) if count >= u), ("kB", 1e3))
+    return f"{count / unit:.3g}{NARROW}{name}"
 
 
 def capitalise(text: str) -> str:

@@ -147,7 +147,7 @@ def judge_experiment(
     if events.damaged:
         notes.append(f"{events.damaged} lines could not be read and were left out")
     if events.orphans:
-        notes.append(f"{events.orphans} outcomes belong to no answer and were left out")
+        notes.append(f"{events.orphans} outcome{'s' * (events.orphans != 1)} without an answered request left out")
     if events.simulated:
         notes.append("users are simulated: this says that the machinery works, and nothing about people")
     names = sorted({*baseline.totals, *candidate.totals})
