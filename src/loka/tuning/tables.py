@@ -63,14 +63,13 @@ def unrounded(model: nn.Module, tables: Sequence[TablePlan]) -> Iterator[None]:
     """Restore the float values of tables after the block. Releasing a placed table would leave its rounded values."""
     held: list[tuple[Any, Tensor]] = []
     for table in tables:
-        module: Any = model.get_submodule(table.name)
-        held.append((module, module.weight.detach().clone()))
+        weight: Any = model.get_submodule(table.name).weight
+        held.append((weight, weight.detach()))  # a placed table leaves this memory, and nothing writes to it
     try:
         yield
     finally:
-        with torch.no_grad():
-            for module, weight in held:
-                module.weight.copy_(weight)
+        for weight, memory in held:
+            put_weight(weight, memory, None)
 
 
 @contextmanager
