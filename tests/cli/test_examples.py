@@ -47,6 +47,7 @@ RUN: dict[str, int] = {
     "loka plan probe.json --accuracy-only --out plan.json": 0,
     'loka plan probe.json --target "NVIDIA H200" --row-factor 16': 0,
     "loka plan probe.json --accuracy-only --max-metric-change 0.001": 0,
+    "loka plan probe.json --accuracy-only --no-chains --out single.json": 0,
     "loka explain plan.json core.head.last": 0,
     "loka diff plan.json other.json": 1,
     "loka translate plan.json torchao": 0,

@@ -142,6 +142,20 @@ def test_a_measured_change_vetoes_a_safe_verdict(small: Small) -> None:
     assert vetoed.safety == "unsafe"
     assert "+200.0000%" in vetoed.reason
     assert "vetoed" in vetoed.reason
+    sites = [
+        replace(
+            site,
+            verdicts=[replace(v, safety="unsafe") for v in site.verdicts],
+            candidates=[replace(c, harm=around(0.0005, 0.0001)) for c in site.candidates],
+        )
+        for site in report.record.sites
+    ]
+    unsafe = type(report)(replace(report.record, margin=0.0002, sites=sites))
+    found = {"first": around(0.0, 0.00001)}
+    for recipes, decides in (({"first": "rowwise"}, True), ({"first": "tensorwise"}, False), (None, False)):
+        kept = add_sensitivity(unsafe, found, described="log loss", recipes=recipes).site("first").verdicts[0]
+        assert kept.safety == "unsafe"
+        assert kept.reason.endswith(", which decides in a plan") is decides
 
 
 def test_a_metric_that_is_another_each_time_is_refused(small: Small) -> None:

@@ -190,14 +190,14 @@ def _veto(site: Site, record: ProbeReport) -> Site:
         return site
     judged = allow(site.metric_change, margin=record.margin, units=max(record.units, 1))
     words = f"swapped in alone it changes the metric by {judged.text}"
-    tried = (c for c in site.candidates if c.gemm == "fprop" and c.recipe == site.metric_recipe)
-    hopeless = any(c.harm is None or c.harm.value > HOPELESS * record.margin for c in tried)
+    tried = [c for c in site.candidates if c.gemm == "fprop" and c.recipe == site.metric_recipe]
+    decides = bool(tried) and all(c.harm is None or c.harm.value <= HOPELESS * record.margin for c in tried)
 
     def correct(verdict: GemmVerdict) -> GemmVerdict:
         if verdict.gemm != "fprop":
             return verdict
         if judged.within:
-            rule = ", which decides in a plan" if verdict.safety == "unsafe" and not hopeless else ""
+            rule = ", which decides in a plan" if verdict.safety == "unsafe" and decides else ""
             return msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {words}{rule}")
         return msgspec.structs.replace(
             verdict, safety="unsafe", reason=f"vetoed by the measured change: {words}; {verdict.reason}"

@@ -29,7 +29,8 @@ def _write_loads(tests: tuple[LoadTest, ...]) -> str:
         "other codes",
     )  # fmt: skip
     return "<h3>Load tests</h3>" + about(
-        "Open-loop traffic: requests are sent when they are due, and latency counts from then. A good answer is within the SLA. Late: share of the accepted requests. "
+        "Open-loop traffic: requests are sent when they are due, and latency counts from then. "
+        "A good answer is within the SLA. Late: share of the accepted requests. "
         "Rejected: answered with 429 at once, because the answer would have been late; how long that took is in the column after p99."
     ) + table(head, rows, numeric=range(1, 10), caption="Load tests")  # fmt: skip
 
