@@ -65,11 +65,14 @@ def forget() -> None:
 def blame(error: BaseException) -> str | None:
     """Return where in the user's own code an exception was raised (file and line), or None if it was raised in loka.
 
-    The innermost frame of either decides; frames of torch and other libraries are skipped. So a wrong shape in the
-    user's forward is the user's error, and an error in a converted linear that it calls is loka's.
+    The innermost frame of either decides; frames of torch and other libraries are skipped, and those of modes, which
+    pass on every operation of a forward. So a wrong shape in the user's forward is the user's error, and an error in a
+    converted linear that it calls is loka's.
     """
     found = None
     for frame, line in walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "__torch_dispatch__":
+            continue
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in _PACKAGES and package != "torch":
             found = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
