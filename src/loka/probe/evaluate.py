@@ -256,9 +256,18 @@ def measure_draws(
     samples: int = 100,
     limit: float | None = None,
 ) -> list[DistributionError | str]:
-    """Measure every trial on the same draws; a string instead of an error is the reason why there is none.
+    """Measure every trial on the same draws.
 
-    With a limit, drawing stops once every interval lies on one side of it.
+    Args:
+        chunks: the draws, some at a time.
+        trials: the candidates.
+        source: the distribution that is drawn from, for the record.
+        generator: of the bootstrap.
+        samples: resamples of a weight gradient's interval.
+        limit: an error limit; drawing stops once every interval lies on one side of it.
+
+    Returns:
+        For each trial its errors, or the reason why there are none.
     """
     results: list[list[Values] | str] = [[] for _ in trials]
     weights: list[int] = []

@@ -252,7 +252,19 @@ def _descriptor(x: Tensor, bn: int) -> TensorDescriptor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, shared: bool, tile: Tile | None = None
 ) -> Tensor:
-    """Attend with q [R, B, H, D] to k, v [R, S, G, D], all with unit stride along D."""
+    """Attend with the queries of all beams to the context of their request.
+
+    Args:
+        q: [R, B, H, D]; like k and v with unit stride along D.
+        k, v: [R, S, G, D]; H is a multiple of G.
+        lengths: [R] int32, how many of the S keys each request has.
+        scale: of the scores.
+        shared: whether v is k.
+        tile: how to launch; default: chosen by the number of rows.
+
+    Returns:
+        [R, B, H, D] in q's dtype; zeros for a request without keys.
+    """
     (requests, beams, heads, d), (_, s, groups, _) = q.shape, k.shape
     out = torch.empty(requests, beams, heads, d, dtype=q.dtype, device=q.device)
     if out.numel() == 0:

@@ -143,7 +143,17 @@ def _columns_descriptor(v: Tensor, bn: int) -> tuple[TensorDescriptor, int, int]
 
 
 def attend_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, tile: Tile | None = None) -> Tensor:
-    """Attend with q [R, B, H, D] to k, v [R, S, G, D] in E4M3. Unit stride along D for q and k, along S for v."""
+    """Attend with the queries of all beams to the context of their request in E4M3, both products in FP8.
+
+    Args:
+        q: [R, B, H, D] in 16 bits, with unit stride along D.
+        k: [R, S, G, D] in E4M3, with unit stride along D.
+        v: the same shape, with unit stride along S.
+        lengths, scale, tile: as in `attend`.
+
+    Returns:
+        [R, B, H, D] in q's dtype.
+    """
     (requests, beams, heads, d), (_, s, groups, _) = q.shape, k.shape
     out = torch.empty(requests, beams, heads, d, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
