@@ -419,3 +419,20 @@ def test_a_norm_with_a_wrong_amax_is_noticed(fault: str) -> None:
 
     verdict = judge_backend("norm_quantize", SimpleNamespace(supports=norm.supports, run=run), call, "cpu")
     assert "amax is" in verdict.reason
+
+
+@pytest.mark.parametrize("variant", ["dgrad e4m3:tensor@e4m3:tensor>e4m3:tensor:delayed|relu|bias|amax", NORM_GRADIENTS[0]])  # fmt: skip
+def test_a_gradient_that_lowers_its_amax_is_noticed(variant: str) -> None:
+    """Another micro-batch of the same step may have had larger gradients."""
+    op, law, name = ("fused_linear", layer, "dgrad") if "dgrad" in variant else ("norm_quantize", norm, "gradient")
+    _, call, _ = prepare(op, variant, shape=(64, 128, 96))
+
+    def run(*operands, amax=None, **given):
+        seen = None if amax is None else torch.zeros(())
+        result = getattr(law, name)(*operands, amax=seen, **given)
+        if amax is not None:
+            amax.copy_(seen)
+        return result
+
+    verdict = judge_backend(op, SimpleNamespace(**{"supports": law.supports, "run": law.run, name: run}), call, "cpu")
+    assert "amax is" in verdict.reason

@@ -7,6 +7,7 @@ The bf16 baseline is what a model without FP8 runs: linear + RMSNorm + SiLU (or 
 activation), compiled for static shapes on a GPU, eager on a CPU. It has no affine parameters, which favors it.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -92,6 +93,23 @@ def judge_twice(run: Callable[[], Any], judge: Callable[[Any], Conformance]) -> 
     with poisoned_allocations():
         result = run()
     return worst_of([plain, judge(result)])
+
+
+def judge_amax(run: Callable[[Tensor], object], largest: Tensor, slack: Tensor) -> Conformance:
+    """Check that a kernel raises its amax to the largest magnitude and never lowers it: delayed scales come from it.
+
+    Args:
+        run: runs the kernel with an amax.
+        largest: the exact magnitude.
+        slack: how far the amax may be from it.
+    """
+    verdicts = []
+    for start in (0.0, 2 * float(largest) + 1):
+        amax = torch.full((), start, device=largest.device)
+        run(amax)
+        off = float((amax.double() - largest).abs() / slack) if start == 0 else 0.0 if amax == start else math.inf
+        verdicts.append(Conformance.within(off, 1.0, f"amax is {float(amax)}, expected {max(start, float(largest))}"))
+    return worst_of(verdicts)
 
 
 def draw_dropout(call: Any, *, seed: int, device: torch.device) -> Dropout | None:

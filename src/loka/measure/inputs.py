@@ -36,7 +36,14 @@ def draw(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Draw a matrix from a named distribution."""
+    """Draw a matrix from a named distribution.
+
+    Args:
+        rows, cols: its shape.
+        distribution: one of `DISTRIBUTIONS`.
+        seed: the same seed gives the same matrix on the same kind of device.
+        device, dtype: of the result; drawn in float32.
+    """
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"no distribution {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -4,8 +4,8 @@ A chain keeps z, rstd and the outputs of earlier layers until its backward, so n
 result, and takes its delayed scales from the amax that kernels raise.
 """
 
-import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, FusedCall, Fuse
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance
 from loka.measure.conformance import Conformance, poisoned_allocations, worst_of
-from loka.measure.fused import FLOAT32, STEEPEST, block_norm, dropped_share, option
+from loka.measure.fused import FLOAT32, STEEPEST, block_norm, dropped_share, judge_amax, option
 from loka.measure.rounding import judge_rounded
 
 
@@ -51,7 +51,13 @@ class LayerLaw:
 
 
 def layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None, dropout: Dropout | None = None) -> LayerLaw:
-    """Compute what a call must return."""
+    """Compute what a call must return.
+
+    Args:
+        call: the layer.
+        a, b, bias: its operands.
+        dropout: the parameters of its mask.
+    """
     left, right = a.dequantize().double(), b.dequantize().double()
     law = conformance.law_of_values(left, right)
     p = law.y if bias is None else law.y + bias.double()
@@ -88,7 +94,11 @@ def check_layer(backend: Any, call: FusedCall, o: LayerOperands) -> Conformance:
     if shared := _places(first) & _places(second):
         return Conformance.failed(f"{len(shared)} results lie in memory that an earlier result was returned in")
     verdict = worst_of([verdict, _judge(call, second, law)])
-    return worst_of([verdict, _judge_amax(backend, call, o, law)]) if verdict and call.amax else verdict
+    if not verdict or not call.amax:
+        return verdict
+    largest = law.z.abs().max()
+    slack = law.error.max() + FLOAT32 * largest + 1e-30
+    return worst_of([verdict, judge_amax(partial(run_layer, backend, call, o), largest, slack)])
 
 
 def _judge(call: FusedCall, result: FusedResult, law: LayerLaw) -> Conformance:
@@ -120,17 +130,3 @@ def _judge_scale(q: QTensor | Tensor | None, given: Tensor, *, what: str) -> Con
     if not isinstance(q, QTensor) or torch.allclose(q.scale.reshape(()).float(), given.float(), rtol=1e-6, atol=0.0):
         return None
     return Conformance.failed(f"{what}: its scale is {float(q.scale)}, {float(given)} was given")
-
-
-def _judge_amax(backend: Any, call: FusedCall, o: LayerOperands, law: LayerLaw) -> Conformance:
-    """Check that amax is raised to the largest |z|, and never lowered."""
-    device = o.a.data.device
-    largest = law.z.abs().max()
-    slack = law.error.max() + FLOAT32 * largest + 1e-30
-    verdicts = []
-    for start in (0.0, 2 * float(largest) + 1):
-        amax = torch.full((), start, device=device)
-        run_layer(backend, call, o, amax)
-        off = float((amax.double() - largest).abs() / slack) if start == 0 else 0.0 if amax == start else math.inf
-        verdicts.append(Conformance.within(off, 1.0, f"amax is {float(amax)}, expected {max(start, float(largest))}"))
-    return worst_of(verdicts)

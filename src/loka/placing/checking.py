@@ -17,7 +17,7 @@ from loka.units import placed_tables
 
 
 def check_request(model: Any, plan: Any, recipe: Any, options: Any, keep: Any) -> None:
-    """Raise if the arguments of `convert` are of the wrong type or do not go together."""
+    """Raise if the arguments of `convert` are of the wrong type or do not go together. `keep` is `module_filter_fn`."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: expected an nn.Module, got {type(model).__name__}")
     if (plan is None) == (recipe is None):

@@ -122,7 +122,15 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
 def bind_by_recipe(
     model: nn.Module, name: str, keep: ModuleFilter | None, backend: str, options: LinearOptions
 ) -> Bound:
-    """Return every linear that a recipe can convert and `keep`, if given, does not exclude."""
+    """Return every linear that a recipe can convert and `keep`, if given, does not exclude.
+
+    Args:
+        model: the model.
+        name: of the recipe.
+        keep: called with a module and its name; False excludes it.
+        backend: that runs the GEMMs.
+        options: other settings of converted linears.
+    """
     recipe = recipe_named(name)
     named = (recipe.fprop, recipe.dgrad, recipe.wgrad)
     fprop, dgrad, wgrad = (None if way is None else way.on(backend) for way in named)
