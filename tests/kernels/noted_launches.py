@@ -90,22 +90,30 @@ def sizes_of(ptx: str) -> list[int]:
     return [int(array) if array else int(bits) // 8 for array, bits in arrays]
 
 
-def main(folder: Path) -> None:
-    import triton
+def make_driver() -> Any:
+    """Triton's driver of a Hopper that is not there."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver as nvidia
-
-    notes = Notes(build(folder, Path(nvidia.__file__).parent / "include"))
 
     class Driver(nvidia.CudaDriver):
         def __init__(self) -> None:
             self.utils, self.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
             self.get_current_device, self.get_current_stream = lambda: 0, lambda device: 0
+            self.set_current_device = lambda device: None
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
 
-    triton.runtime.driver.set_active(Driver())
+    return Driver()
+
+
+def main(folder: Path) -> None:
+    import triton
+    from triton.backends.nvidia import driver as nvidia
+
+    notes = Notes(build(folder, Path(nvidia.__file__).parent / "include"))
+
+    triton.runtime.driver.set_active(make_driver())
     import torch
     from launched_kernels import add, scale  # beside this file
 

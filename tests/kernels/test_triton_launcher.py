@@ -545,10 +545,17 @@ def test_a_captured_launch_is_replayed_with_its_own_maps() -> None:
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "gcc")) is None, reason="no compiler for Triton's launcher")
 @pytest.mark.skipif(not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(), reason="no headers of Python")
 @pytest.mark.skipif(not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists(), reason="no ptxas")
-def test_the_driver_is_handed_what_triton_hands_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "answer"),
+    [
+        pytest.param("noted_launches.py", r"same \d{3,}\n", id="the driver is handed what Triton hands it"),
+        pytest.param("compiled_together.py", r"together\n", id="kernels of several tasks are compiled side by side"),
+    ],
+)
+def test_up_to_the_driver(tmp_path: Path, file: str, answer: str) -> None:
     """Triton's compiler and its launcher in C, to the driver and not beyond."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0", "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}  # fmt: skip
-    child = [sys.executable, str(Path(__file__).with_name("noted_launches.py")), str(tmp_path)]
+    child = [sys.executable, str(Path(__file__).with_name(file)), str(tmp_path)]
     done = subprocess.run(child, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert re.fullmatch(r"same \d{3,}\n", done.stdout)
+    assert re.fullmatch(answer, done.stdout)

@@ -20,15 +20,19 @@ A kernel whose shape is known before its tensors are is launched with less (`tri
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction, TensorWrapper
+from triton.runtime.jit import JITFunction, MockTensor, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka.kernels.compiling import await_kernel
 from loka.kernels.triton_compiled import CACHE_LIMIT, Compiled, check_descriptors
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -91,6 +95,10 @@ class Quick:
         found = None if key is None else self._compiled.get(key)
         if found is None:
             check_descriptors(args)
+            if key is not None:
+                await_kernel(
+                    (id(self), key), partial(self._compile, key[0], tuple(_stand_in(arg) for arg in args), options)
+                )
             made = self.jitted[grid](*args, **options)
             if made is not None and key is not None and len(args) == self._arguments:
                 if len(self._compiled) >= CACHE_LIMIT:
@@ -105,6 +113,11 @@ class Quick:
             plain[fact[0] : fact[0] + 1] = found.map_of(fact, args[fact[0]])
         found.launch(grid, _current_device(), plain)
         return found
+
+    def _compile(self, device: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Compile the kernel for a launch on a GPU with these arguments. Triton finds it when it is launched."""
+        triton.runtime.driver.active.set_current_device(device)  # a new thread begins with the first GPU
+        self.jitted.warmup(*args, grid=(1,), **options)
 
     def read(self, args: list[Any], options: dict[str, Any]) -> tuple[tuple[Any, ...] | None, list[tuple[Any, ...]]]:
         """Return the cache key of a launch, and the keys of its tensor maps.
@@ -149,6 +162,17 @@ class Quick:
             else:
                 return None, []
         return tuple(key), described
+
+
+def _stand_in(arg: Any) -> Any:
+    """Return an argument that Triton compiles the same kernel for, without the memory of a tensor where possible."""
+    if isinstance(arg, Tensor | TensorWrapper):
+        return arg if arg.data_ptr() & 15 else MockTensor(arg.dtype)
+    if type(arg) is TensorDescriptor:
+        made = copy(arg)
+        made.base = MockTensor(arg.base.dtype)
+        return made
+    return arg
 
 
 _integer_kinds: dict[int, int] = {}

@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ from loka.measure.conformance import (
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
 from loka.records.prose import spell_error
 
+T = TypeVar("T")
 KEPT = 1 << 25  # elements of exact results cached between rounds
 ANSWERS = 4096
 OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows", "alike_rows")
@@ -302,6 +303,22 @@ def allow(call: MatmulCall) -> float:
     return HEADROOM * accumulation_error(replace(call, a=whole[0], b=whole[1], fast_accum=True))
 
 
+class _OnDemand(dict[str, T]):
+    """What is made for each set of operands, when it is first asked for.
+
+    A trial that is put off at its first launch, because a kernel is being compiled (`loka.kernels.compiling`), starts
+    again: what it has made by then is made twice.
+    """
+
+    def __init__(self, make: Callable[[str], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> T:
+        made = self[name] = self._make(name)
+        return made
+
+
 class _MatmulTrial:
     """The state of judging one backend of scaled_mm."""
 
@@ -310,9 +327,8 @@ class _MatmulTrial:
         self.allowed = allow(call)
         self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
         keep = len(MATMUL_SETS) * call.m * call.n <= KEPT
-        names = {name for _, _, name in _steps(backend, MATMUL_SETS, moved=moved)}
-        self.sets = {name: matmul_set(call, name, seed=0, device=device) for name in MATMUL_SETS if name in names}
-        self.products = {name: Product(s.a, s.b, keep=keep) for name, s in self.sets.items()}
+        self.sets = _OnDemand(lambda name: matmul_set(call, name, seed=0, device=device))
+        self.products = _OnDemand(lambda name: Product(self.sets[name].a, self.sets[name].b, keep=keep))
         self.first: dict[str, Tensor] = {}
 
     def step(self, number: int, round_: Round, name: str) -> Conformance:
@@ -375,14 +391,12 @@ def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device, *, moved
 def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device, *, moved: bool) -> Conformance:
     call = _shrink_reference_call(backend, call)
     arrangement, options_of = (Arrangement(exact=getattr(backend, "any_alignment", False)), Quantize()._options)
-    names = {name for _, _, name in _steps(backend, QUANTIZE_SETS, moved=moved)}
-    inputs_ = {
-        name: quantize_set(name, call.m, call.k, seed=seed, dtype=call.in_dtype, device=device)
-        for seed, name in enumerate(QUANTIZE_SETS)
-        if name in names
-    }
-    options = {name: options_of(call, x) for name, x in inputs_.items()}
-    expected = {name: _make_checks(call.spec, x, options[name]) for name, x in inputs_.items()}
+    seeds = {name: seed for seed, name in enumerate(QUANTIZE_SETS)}
+    inputs_ = _OnDemand(
+        lambda name: quantize_set(name, call.m, call.k, seed=seeds[name], dtype=call.in_dtype, device=device)
+    )
+    options = _OnDemand(lambda name: options_of(call, inputs_[name]))
+    expected = _OnDemand(lambda name: _make_checks(call.spec, inputs_[name], options[name]))
     for number, round_, name in _steps(backend, QUANTIZE_SETS, moved=moved):
         x = arrangement.put(inputs_[name], round_.place, number, role="x")
         around = Surroundings(x)
@@ -425,13 +439,12 @@ def _judge_other(op: str, backend: Any, call: Any, device: torch.device, *, move
     Their operands are always where an allocator puts them, so `moved` changes nothing.
     """
     adapter, worst = adapter_for(op), Conformance(True, 0.0, 0.0)
-    sets = {
-        name: adapter.operands(call, seed=seed, distribution=name, device=device)
-        for seed, name in enumerate(OTHER_SETS)
-    }
+    seeds = {name: seed for seed, name in enumerate(OTHER_SETS)}
+    sets = _OnDemand(lambda name: adapter.operands(call, seed=seeds[name], distribution=name, device=device))
     held = copy.deepcopy(sets[OTHER_SETS[0]])
     for turn in range(OTHER_ROUNDS):
-        for name, operands in sets.items():
+        for name in OTHER_SETS:
+            operands = sets[name]
             # every other round in the same memory: exposes what is cached by address
             verdict = adapter.check(backend, call, refill(held, operands) if turn % 2 else operands)
             if not verdict and not verdict.error <= OTHER_HEADROOM * verdict.tolerance:

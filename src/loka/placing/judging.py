@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.kernels.compiling import run_overlapping
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import refresh
+from loka.measure.conformance import Conformance
 from loka.measure.device import environment_of
 from loka.measure.kernel_calls import KernelCall, find_calls, judge_call
 from loka.nn.wrapping import unwrap
@@ -42,7 +44,7 @@ class Judge:
     Args:
         device: the device they run on.
         notes: gets what concerns no unit: wrong kernels of the model itself, calls that could not be judged.
-        tell: called with (done, total) before each call that is judged.
+        tell: called with (done, total) as calls are judged.
         judged: why each call that was judged is wrong, empty if it is not.
 
     Example:
@@ -60,24 +62,29 @@ class Judge:
         """Judge those of the calls that were not judged before. Return the wrong ones, and why."""
         unchecked = []
         new = [one for one in calls if one not in self.judged and one.backend != "reference"]
-        for index, one in enumerate(new):
+        if new and self.tell is not None:
+            self.tell(0, len(new))
+        for done, (index, verdict) in enumerate(run_overlapping([partial(self._judge, one) for one in new]), 1):
             if self.tell is not None:
-                self.tell(index + 1, len(new))
-            try:
-                verdict = judge_call(one, self.device)
-            except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-                self._note(f"not tested for conformance, for want of memory: {one}")
-                continue
-            if verdict is None:
-                unchecked.append(str(one))
+                self.tell(done, len(new))
+            if isinstance(verdict, torch.OutOfMemoryError):
+                self._note(f"not tested for conformance, for want of memory: {new[index]}")
+            elif verdict is None:
+                unchecked.append(str(new[index]))
             else:
-                self.judged[one] = verdict.reason
+                self.judged[new[index]] = verdict.reason
         if new and torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()  # exact results in float64 may have taken most of the GPU
         if unchecked:
             self._note(f"there is no conformance check for {name_some(unchecked, 3)}")
         return {one: self.judged[one] for one in calls if self.judged.get(one)}
+
+    def _judge(self, one: KernelCall) -> Conformance | torch.OutOfMemoryError | None:
+        try:
+            return judge_call(one, self.device)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
+            return error
 
     def blame(self, names: Collection[str], find: Find) -> dict[str, str]:
         """Return the units that run a wrong kernel, each with kernel, call and fault.

@@ -33,6 +33,7 @@ The conformance gate runs first (`loka.probe.engine`); a candidate that fails ha
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -41,6 +42,7 @@ from torch import Tensor
 
 from loka.dispatch import recipe_named
 from loka.formats import QTensor, Spec
+from loka.kernels.compiling import run_overlapping
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine
@@ -110,16 +112,10 @@ class Evaluator:
     @torch.no_grad()
     def evaluate(self, watch: Watch, gemm: Gemm) -> list[Candidate]:
         """Evaluate every candidate of one GEMM. Recipes that leave it in high precision have none."""
-        outcomes = [
-            Outcome(Trial(recipe.name, operands, engine))
-            for recipe in self.recipes
-            if (operands := recipe.operands(gemm)) is not None
-            for engine in self.engines
-        ]
-        shape = gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
+        outcomes = [Outcome(trial) for trial in self._trials(gemm)]
         for outcome in outcomes if self._gate else ():
             trial = outcome.trial
-            outcome.refusal = trial.engine.refuse(trial.operands, shape, watch.device) or self._refused.get(
+            outcome.refusal = self._refuse(watch, gemm, trial) or self._refused.get(
                 (watch.name, trial.recipe, trial.engine.name)
             )
         rows = rows_of(watch, gemm)
@@ -128,6 +124,38 @@ class Evaluator:
             able = [o for o in outcomes if o.refusal is None]
             self._measure(watch, rows.keep(outputs), outputs, source, able)
         return [judge_errors(o, gemm, self.judged_on) for o in outcomes]
+
+    def judge_kernels(self, watches: Iterable[Watch], tell: Callable[[int, int], None]) -> None:
+        """Judge the kernels of every candidate of some sites by the conformance gate, which caches its verdicts.
+
+        `evaluate` does the same one by one. Here the kernels of all of them are compiled side by side.
+
+        Args:
+            watches: the sites.
+            tell: called with (done, total).
+        """
+        tasks = [
+            partial(self._refuse, watch, gemm, trial)
+            for watch in (watches if self._gate else ())
+            for gemm in watch.gemms
+            for trial in self._trials(gemm)
+        ]
+        for done, _ in enumerate(run_overlapping(tasks), 1):
+            tell(done, len(tasks))
+
+    def _trials(self, gemm: Gemm) -> list[Trial]:
+        return [
+            Trial(recipe.name, operands, engine)
+            for recipe in self.recipes
+            if (operands := recipe.operands(gemm)) is not None
+            for engine in self.engines
+        ]
+
+    @torch.no_grad()
+    def _refuse(self, watch: Watch, gemm: Gemm, trial: Trial) -> str | None:
+        """Return why a candidate may not run at the site's shape; None if it may."""
+        shape = gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
+        return trial.engine.refuse(trial.operands, shape, watch.device)
 
     def _measure(
         self, watch: Watch, rows: Problem, outputs: Outputs, source: Source, outcomes: Sequence[Outcome]

@@ -15,6 +15,7 @@ linears by default; `kinds` adds grouped, mixed and batched products and lookups
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +100,8 @@ class Probe(Observer):
             max_error: largest error allowed in fprop (MERE).
             max_gradient_error: largest error allowed in dgrad and wgrad (relative L2).
             model_name, data_name, command: written to the report.
-            progress: called as progress(site, done, total) before each site; by default a terminal shows a progress
-                bar.
+            progress: called as progress("kernels", done, total) while kernels are tested, then as progress(site, done,
+                total) before each site; by default a terminal shows a progress bar.
             example: a model input (a tuple is *args, a dict **kwargs) used to find chains; by default the inputs of
                 some sampled calls are used.
             settings: further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights,
@@ -127,6 +128,7 @@ class Probe(Observer):
         units = sum(bool(watch.gemms) and watch.kept is None for watch in self._watches.values())
         sites = []
         with telling(progress) as tell:
+            survey.judge_kernels(self._watches.values(), partial(tell, "kernels"))
             for number, watch in enumerate(self._watches.values()):
                 tell(watch.name, number, len(self._watches))
                 sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))

@@ -4,7 +4,7 @@ Settings    what to try (recipes x backends), on which operands (samples, source
 Survey      evaluates site by site; gate results, N(0, 1) results and times are shared between sites of the same shape
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,15 @@ class Survey:
             limits={"fprop": settings.max_error},
             refused=refused,
         )
+
+    def judge_kernels(self, watches: Iterable[Watch], tell: Callable[[int, int], None]) -> None:
+        """Judge the kernels of all candidates of some sites at once, which compiles them side by side.
+
+        Args:
+            watches: the sites that are visited next.
+            tell: called with (done, total).
+        """
+        self._evaluator.judge_kernels((watch for watch in watches if watch.reservoir.kept), tell)
 
     def visit(self, watch: Watch, flops_share: float, *, units: int = 1) -> Site:
         """Evaluate one site and return its record. `units` is the number of units that share the margin."""
