@@ -65,7 +65,10 @@ def test_ones_own_model(tmp_path: Path) -> None:
     out = tmp_path / "probe.json"
     result = run([*OWN, "--out", str(out)])
     assert "safe" in result.stdout
-    assert "evaluate: 0 of 3" in result.stderr
+    told = [line for line in result.stderr.splitlines() if line.startswith("evaluate: ")]
+    assert told[0] == "evaluate: 0 of 8, kernels"  # each part of the work begins with a line of its own
+    assert told[1] == "evaluate: 8 of 8, 0 s left, kernels"
+    assert told[2] == "evaluate: 0 of 3, 0"
     report = Report.load(out).record
     assert report.model == f"{HERE}:factory"
     assert report.data == f"{HERE}:batches"

@@ -187,14 +187,20 @@ def keeping(state: Path | None) -> Iterator[None]:
 
 
 class Meter:
-    """Print progress and the remaining time to stderr, at most one line every `TELL_EVERY` seconds."""
+    """Print progress and the remaining time to stderr, at most one line every `TELL_EVERY` seconds.
+
+    A part of the work with another total begins anew: its time says nothing about that of the next one.
+    """
 
     def __init__(self, what: str) -> None:
-        self._what, self._started, self._told = what, time.monotonic(), 0.0
+        self._what, self._total = what, 0
+        self._started, self._told = 0.0, -math.inf
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """Report that `done` of `total` are finished and `name` is next."""
         now = time.monotonic()
+        if total != self._total:
+            self._total, self._started, self._told = total, now, -math.inf
         if now - self._told < TELL_EVERY and done < total:
             return
         self._told = now

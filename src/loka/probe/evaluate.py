@@ -140,6 +140,8 @@ class Evaluator:
             for gemm in watch.gemms
             for trial in self._trials(gemm)
         ]
+        if tasks:
+            tell(0, len(tasks))
         for done, _ in enumerate(run_overlapping(tasks), 1):
             tell(done, len(tasks))
 
