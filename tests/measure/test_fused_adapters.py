@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +286,23 @@ def test_the_floor_counts_each_byte_once() -> None:
 def test_variants_that_mean_nothing_are_refused(op: str, variant: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adapter_for(op).calls([(4, 32, 64)], [variant])
+
+
+@pytest.mark.parametrize("part", ["mean", "rstd"])
+@pytest.mark.parametrize("variant", ["layer>e4m3:row|silu", "layer>e4m3:tensor:static|relu|residual"])
+def test_wrong_statistics_of_a_norm_are_found(variant: str, part: str) -> None:
+    adapter, call, operands = prepare("norm_quantize", variant)
+
+    def run(*given: Any, **options: Any) -> Any:
+        made = norm.run(*given, **options)
+        wrong = getattr(made, part).clone()
+        wrong[-1] *= 1.01
+        return replace(made, **{part: wrong})
+
+    backend = SimpleNamespace(supports=norm.supports, run=run)
+    verdict = adapter.check(backend, call, operands)
+    assert not verdict
+    assert part in verdict.reason
 
 
 @pytest.mark.parametrize("op", ["norm_quantize", "fused_linear"])

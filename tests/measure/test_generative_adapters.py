@@ -1,14 +1,22 @@
 """The benchmark's views of grouped_mm, beam_attention and topk: they accept the law, notice what is wrong, and count what must move."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from forked import run_script
+from loka.formats import QTensor, Spec
 from loka.kernels import registry
+from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, SwigluCall
 from loka.measure.adapter import adapter_for
+from loka.measure.gate import judge_backend
 from loka.measure.grouped import group_offsets
+from loka.measure.kernel_calls import KernelCall, judge_call
 from loka.records import load
 from loka.records.performance import KernelBench
 
@@ -21,6 +29,8 @@ EVERY = [
     ("grouped_mm", "e4m3:1x128@e4m3:128x128|4"),
     ("beam_attention", "4/2x16|bfloat16"),
     ("beam_attention", "4/2x16|shared|ragged|float32"),
+    ("beam_attention", "ancestors 4x16|bfloat16"),
+    ("beam_attention", "ancestors 4x16>e4m3:row|keep|float32"),
     ("topk", "float32"),
     ("topk", "bfloat16|unsorted"),
     ("topk", "float32|beams=6"),
@@ -59,6 +69,12 @@ class Wrong:
         out = self.law.run(*operands, **options)
         return self.change(out) if isinstance(out, torch.Tensor) else (self.change(out[0]), *out[1:])
 
+    def ancestors(self, *operands, **options):
+        out = self.law.ancestors(*operands, **options)
+        if isinstance(out, torch.Tensor):
+            return self.change(out)
+        return QTensor(out.data, self.change(out.scale), out.spec)
+
     def beams(self, *operands, **options):
         values, *rest = self.law.beams(*operands, **options)
         return self.change(values), *rest
@@ -78,7 +94,7 @@ def test_a_wrong_kernel_is_red(op: str, variant: str, change) -> None:
     adapter, call, operands = prepare(op, variant)
     try:
         verdict = adapter.check(Wrong(op, change), call, operands)
-    except RuntimeError:  # an attention that loses a beam cannot even be laid beside the law
+    except (RuntimeError, ValueError):  # an attention that loses a beam cannot even be laid beside the law
         return
     assert not verdict
 
@@ -129,3 +145,62 @@ def test_the_script_walks_every_section(tmp_path: Path) -> None:
     record = load(out, KernelBench)
     assert {row.op for row in record.rows} == {"grouped_mm", "topk", "beam_attention"}
     assert all(row.refusal is None and row.microseconds is not None for row in record.rows), said
+
+
+@pytest.mark.parametrize("field", ["keys", "values"])
+@pytest.mark.parametrize("place", [0, 2], ids=["earlier", "new"])
+def test_a_step_that_leaves_another_cache_is_red(field: str, place: int) -> None:
+    adapter, call, _ = prepare("beam_attention", "ancestors 4x16|keep|float32")
+    call = replace(call, steps=2)
+    operands = adapter.operands(call, seed=3, distribution="normal", device=CPU)
+
+    class Careless:
+        def ancestors(self, q, k, v, keys, values, table, **options):
+            out = registry.backend("beam_attention", "reference").ancestors(q, k, v, keys, values, table, **options)
+            (keys if field == "keys" else values)[place, -1, -1] = 0
+            return out
+
+    assert adapter.check(registry.backend("beam_attention", "reference"), call, operands)
+    assert "cache" in adapter.check(Careless(), call, operands).reason
+
+
+ROWS = Spec.parse("e4m3:row")
+STEPS = [
+    GroupedCall(60, 64, 96, 4, ROWS, ROWS, torch.float8_e4m3fn, swiglu=True, out=Spec.parse("e4m3:1x128")),
+    GroupedCall(60, 64, 96, 4, in_dtype=torch.float32, out_dtype=torch.float32, swiglu=True),
+    SwigluCall(60, 48, ROWS),
+    SwigluCall(60, 48, None, torch.float32),
+    MoveCall(20, 3, 4),
+    MoveCall(20, 3, 4, torch.float8_e4m3fn, "gather", 64, ROWS),
+    MoveCall(20, 3, 4, torch.bfloat16, "gather", 64),
+    MoveCall(20, 3, 4, torch.bfloat16, "combine", 64),
+]
+
+
+@pytest.mark.parametrize("call", STEPS, ids=str)
+def test_what_surrounds_the_products_of_experts_is_judged(call: Any) -> None:
+    law = registry.backend("grouped_mm", "reference")
+    verdict = judge_call(KernelCall("grouped_mm", "reference", call), "cpu")
+    assert verdict is None  # the law itself
+    names = ("run", "run_swiglu", "swiglu", "permute", "gather", "combine")
+    parts = {name: partial(getattr(law, name)) for name in names}
+    verdict = judge_backend("grouped_mm", SimpleNamespace(supports=law.supports, **parts), adopt(call), "cpu")
+    assert verdict, verdict.reason
+
+    def wrong(name: str) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
+            made = getattr(law, name)(*given, **options)
+            if isinstance(made, tuple):  # of `permute`
+                return (made[0].flip(0), *made[1:])
+            if isinstance(made, QTensor):
+                return QTensor(made.data.roll(1, 0), made.scale, made.spec)
+            return torch.cat([made[:-1], made[-1:] * 1.05])
+
+        return run
+
+    planted = SimpleNamespace(supports=law.supports, **{name: wrong(name) for name in names})
+    assert not judge_backend("grouped_mm", planted, adopt(call), "cpu")
+
+
+def adopt(call: Any) -> Any:
+    return adapter_for("grouped_mm").adopt(call)

@@ -6,10 +6,11 @@
 
 The model may be plain, quantized (`loka.quantize`) or converted (`loka.convert`); the engine keeps its precisions. On a
 GPU every bucket is captured as one CUDA graph on first use (or ahead, by `warm`), after a warm-up that compiles and
-chooses backends. The kernels of packed weights that the first bucket's run calls are judged at their shapes
-(`loka.placing.judging`), in later buckets those that differ in more than their rows; a wrong one raises an error. (Where
-backends are chosen by measuring, each is judged at its number of rows before it is timed.) All graphs share one memory
-pool and one set of caches, because only one batch runs at a time. On a CPU the same functions run eagerly.
+chooses backends. The kernels that the first bucket's run calls (of packed weights, attention, routing and search) are
+judged at their shapes (`loka.placing.judging`), in later buckets those that differ in more than their rows; a wrong one
+raises an error. (Where backends are chosen by measuring, each is judged at its number of rows before it is timed.) All
+graphs share one memory pool and one set of caches, because only one batch runs at a time. On a CPU the same functions
+run eagerly.
 
 Scheduling is in loka.serving, the translation between items and codes in loka.inference.recommender.
 """
@@ -37,8 +38,14 @@ from loka.placing.judging import Judge
 from loka.records.prose import name_some
 from loka.semantic_ids import Trie
 
-# What the packed weights are multiplied by, and what makes their operands.
+# What packed weights are multiplied by, and what makes their operands.
 JUDGED = ("quantize", "norm_quantize", "scaled_mm", "grouped_mm")
+# Judged unless they are torch's own, which the plain model runs as well.
+SEARCH = ("beam_attention", "route", "topk")
+
+
+def _is_judged(one: KernelCall) -> bool:
+    return one.op in JUDGED or (one.op in SEARCH and one.backend != "torch")
 
 
 @dataclass
@@ -171,7 +178,7 @@ class Engine:
             return made.decoder.generate(made.inputs, made.caches)
         found: list[Found] = []
         calls = find_calls(lambda: found.append(made.decoder.generate(made.inputs, made.caches)))
-        new = [one for one in calls if one.op in JUDGED and one.kind not in self._judged]
+        new = [one for one in calls if _is_judged(one) and one.kind not in self._judged]
         if wrong := self.judge.find_wrong(new):
             told = "\n  ".join(f"{call}: {why}" for call, why in wrong.items())
             hint = f"EngineConfig(backends=(({next(iter(wrong)).op!r}, 'reference'),))"

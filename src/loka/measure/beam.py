@@ -1,22 +1,25 @@
 """Benchmark adapter of beam_attention: requests of several beams over a context (shape requests x beams x context).
 
 A variant is `HEADS/GROUPSxD`, e.g. `11/11x128`. Options: `shared` (values are the keys), `ragged` (requests of
-different lengths), and a dtype.
+different lengths), and a dtype. Decode steps are `ancestors ...` (`loka.measure.ancestors`).
 
 Compared with softmax attention in float64. The tolerance allows for weights that are rounded to 16-bit before they
 multiply the values, and for the rounding of the result.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from loka.kernels import registry
 from loka.kernels.backend import Backend
-from loka.kernels.beam_attention.call import BeamAttentionCall
-from loka.measure import conformance, inputs
+from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
+from loka.measure import ancestors, conformance, inputs
 from loka.measure.conformance import ULP, Conformance, Law
 from loka.measure.inputs import Shape
 from loka.measure.op import Op, read_variant, spell_variant
@@ -45,20 +48,32 @@ class BeamOperands:
     lengths: Tensor
 
 
-class BeamAttention(Op[RaggedCall]):
-    """Attention of q [R, B, H, D] over k, v [R, S, G, D]."""
+Call = RaggedCall | AncestorAttentionCall
+
+
+class BeamAttention(Op[Call]):
+    """Attention of q [R, B, H, D] over k, v [R, S, G, D], or over the ancestors of each beam."""
 
     op = "beam_attention"
     OWN = RaggedCall
     DIMENSIONS = ("requests", "beams", "context=length")
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
 
-    def adopt(self, call: Any) -> RaggedCall | None:
+    def adopt(self, call: Any) -> Call | None:
         """See `Op.adopt`. A context in FP8 is not checked: queries are rounded, too, by a scale of their own."""
+        if isinstance(call, AncestorAttentionCall):
+            return call
         return None if getattr(call, "cache", None) is not None else super().adopt(call)
 
-    def parse(self, shape: Shape, variant: str) -> RaggedCall:
+    def shape(self, call: Call) -> dict[str, int]:
+        """See `Op.shape`. The context of a decode step is its earlier steps."""
+        length = call.steps if isinstance(call, AncestorAttentionCall) else call.length
+        return {"requests": call.requests, "beams": call.beams, "context": length}
+
+    def parse(self, shape: Shape, variant: str) -> Call:
         """See `Op.parse`: requests, beams, context and `HEADS/GROUPSxD`."""
+        if variant.startswith(ancestors.HEAD):
+            return ancestors.parse(shape, variant)
         match, options, dtype = read_variant(
             variant, r"(\d+)/(\d+)x(\d+)", ("shared", "ragged"), f"HEADS/GROUPSxD[|shared][|ragged][|dtype]; e.g. {self.VARIANTS[0]}"
         )  # fmt: skip
@@ -66,12 +81,16 @@ class BeamAttention(Op[RaggedCall]):
         requests, beams, length = shape
         return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, ragged="ragged" in options)
 
-    def spell(self, call: RaggedCall) -> str:
+    def spell(self, call: Call) -> str:
         """See `Op.spell`."""
+        if isinstance(call, AncestorAttentionCall):
+            return ancestors.spell(call)
         return spell_variant(f"{call.heads}/{call.groups}x{call.d}", call, ("shared", "ragged"))
 
-    def operands(self, call: RaggedCall, *, seed: int, distribution: str, device: torch.device) -> BeamOperands:
+    def operands(self, call: Call, *, seed: int, distribution: str, device: torch.device) -> Any:
         """Draw keys from the distribution, the rest normal; ragged lengths from a third to all of the context."""
+        if isinstance(call, AncestorAttentionCall):
+            return ancestors.draw(call, seed=seed, distribution=distribution, device=device)
 
         def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
             return inputs.draw(rows, call.d, distribution=kind, seed=3 * seed + part, device=device, dtype=call.dtype)
@@ -87,56 +106,79 @@ class BeamAttention(Op[RaggedCall]):
             lengths = (call.length - steps).to(torch.int32)
         return BeamOperands(q, k, v, lengths)
 
-    def thunk(self, backend: Backend, call: RaggedCall, operands: BeamOperands) -> Thunk:
+    def thunk(self, backend: Backend, call: Call, operands: Any) -> Thunk:
         """See `Op.thunk`."""
-        o = operands
+        if isinstance(call, AncestorAttentionCall):
+            return ancestors.make_thunk(backend, call, operands)
+        o: BeamOperands = operands
         return lambda: backend.run(o.q, o.k, o.v, o.lengths, scale=o.q.shape[3] ** -0.5)
 
-    def check(self, backend: Backend, call: RaggedCall, operands: BeamOperands) -> Conformance:
+    def exact(self, call: Call, operands: Any) -> Law:
+        """See `Op.exact`."""
+        return ancestors.exact(call, operands) if isinstance(call, AncestorAttentionCall) else _law(operands)
+
+    def shows_nan(self, call: Call) -> bool:
+        """See `Op.shows_nan`."""
+        return True
+
+    def compare(self, backend: Backend, call: Call, operands: Any, exact: Callable[[], Law]) -> Conformance:
         """Check against float64, plain and with poisoned allocations."""
-        return self._judge(self.thunk(backend, call, operands), call, operands, poison=True)
+        if isinstance(call, AncestorAttentionCall):
+            return ancestors.compare(backend, call, operands, exact, _allowed(call))
+        return self._judge(self.thunk(backend, call, operands), call, exact, poison=True)
 
-    def _judge(self, run: Thunk, call: RaggedCall, operands: BeamOperands, *, poison: bool) -> Conformance:
-        dtype, d = call.dtype, call.d
-        law = self._law(operands)
-        rounding = math.hypot(ULP[dtype], 2 * ULP[dtype]) / math.sqrt(12)
-        allowed = math.hypot(rounding, 2.0**-20 * math.sqrt(d))
-        return conformance.judge_runs(lambda: run().reshape(-1, d), law, allowed, dtype, poison=poison)
+    def _judge(self, run: Thunk, call: RaggedCall, exact: Callable[[], Law], *, poison: bool) -> Conformance:
+        result = lambda: run().reshape(-1, call.d)  # noqa: E731
+        return conformance.judge_runs(result, exact, _allowed(call), call.dtype, poison=poison)
 
-    def _law(self, o: BeamOperands) -> Law:
-        """Compute in float64, a few queries at a time to limit memory."""
-        requests, beams, heads, d = o.q.shape
-        share = heads // o.k.shape[2]
-        y, terms = (torch.empty(o.q.shape, dtype=torch.float64, device=o.q.device) for _ in range(2))
-        some = max(1, _SLICE // max(heads * o.k.shape[1], 1))
-        for r in range(requests):
-            n = int(o.lengths[r])
-            k, v = (t[r, :n].double().repeat_interleave(share, 1) for t in (o.k, o.v))
-            for start in range(0, beams, some):
-                q = o.q[r, start : start + some].double()
-                p = torch.softmax(torch.einsum("bhd,shd->bhs", q, k) * d**-0.5, -1)
-                y[r, start : start + some] = torch.einsum("bhs,shd->bhd", p, v)
-                terms[r, start : start + some] = torch.einsum("bhs,shd->bhd", p.square(), v.square())
-        return Law(y.view(-1, d), (terms + y.square()).sqrt().view(-1, d))
-
-    def baseline(self, call: RaggedCall, operands: BeamOperands) -> Thunk:
+    def baseline(self, call: Call, operands: Any) -> Thunk:
         """Return torch's attention over the whole context. Lengths are ignored: torch is fastest without a mask."""
+        if isinstance(call, AncestorAttentionCall):
+            return self.thunk(registry.backend(self.op, "torch"), replace(call, spec=None), operands)
         q, k, v = (t.transpose(1, 2) for t in (operands.q, operands.k, operands.v))
         grouped = call.heads != call.groups
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
 
-    def check_baseline(self, call: RaggedCall, operands: BeamOperands) -> Conformance:
+    def check_baseline(self, call: Call, operands: Any) -> Conformance:
         """Check against the exact result for full lengths."""
+        if isinstance(call, AncestorAttentionCall):
+            return self.check(registry.backend(self.op, "torch"), replace(call, spec=None), operands)
         full = torch.full_like(operands.lengths, call.length)
         whole = BeamOperands(operands.q, operands.k, operands.v, full)
-        return self._judge(self.baseline(call, whole), call, whole, poison=False)
+        return self._judge(self.baseline(call, whole), call, partial(_law, whole), poison=False)
 
-    def bytes_moved(self, call: RaggedCall) -> int:
+    def bytes_moved(self, call: Call) -> int:
         """Count queries, results, and the context once."""
+        if isinstance(call, AncestorAttentionCall):
+            return ancestors.bytes_moved(call)
         context = call.requests * call.length * call.groups * call.d * (1 if call.shared else 2)
         return (2 * call.requests * call.beams * call.heads * call.d + context) * call.dtype.itemsize
 
-    def flops(self, call: RaggedCall) -> int:
-        """Count two products over the full context, also for ragged requests."""
+    def flops(self, call: Call) -> int:
+        """Count two products over the full context, also for ragged requests; 0 for decode steps, which use none."""
+        if isinstance(call, AncestorAttentionCall):
+            return 0
         return 4 * call.requests * call.beams * call.heads * call.length * call.d
+
+
+def _allowed(call: Call) -> float:
+    rounding = math.hypot(ULP[call.dtype], 2 * ULP[call.dtype]) / math.sqrt(12)
+    return math.hypot(rounding, 2.0**-20 * math.sqrt(call.d))
+
+
+def _law(o: BeamOperands) -> Law:
+    """Compute in float64, a few queries at a time to limit memory."""
+    requests, beams, heads, d = o.q.shape
+    share = heads // o.k.shape[2]
+    y, terms = (torch.empty(o.q.shape, dtype=torch.float64, device=o.q.device) for _ in range(2))
+    some = max(1, _SLICE // max(heads * o.k.shape[1], 1))
+    for r in range(requests):
+        n = int(o.lengths[r])
+        k, v = (t[r, :n].double().repeat_interleave(share, 1) for t in (o.k, o.v))
+        for start in range(0, beams, some):
+            q = o.q[r, start : start + some].double()
+            p = torch.softmax(torch.einsum("bhd,shd->bhs", q, k) * d**-0.5, -1)
+            y[r, start : start + some] = torch.einsum("bhs,shd->bhd", p, v)
+            terms[r, start : start + some] = torch.einsum("bhs,shd->bhd", p.square(), v.square())
+    return Law(y.view(-1, d), (terms + y.square()).sqrt().view(-1, d))

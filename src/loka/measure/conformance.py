@@ -203,10 +203,12 @@ def same_bits(prepared: Tensor, plain: Tensor, verdict: Conformance) -> Conforma
 
 
 def judge_runs(
-    run: Callable[[], Tensor], expected: Law, allowed: float, dtype: torch.dtype, *, poison: bool = True
+    run: Callable[[], Tensor], law: Law | Callable[[], Law], allowed: float, dtype: torch.dtype, *, poison: bool = True
 ) -> Conformance:
     """Judge a plain run and, with `poison`, one with poisoned allocations; return the worse verdict."""
-    verdicts = [judge(run(), expected, allowed, dtype)]
+    first = run()
+    expected = law() if callable(law) else law
+    verdicts = [judge(first, expected, allowed, dtype)]
     if poison and verdicts[0]:
         with poisoned_allocations():
             result = run()

@@ -4,7 +4,9 @@ A variant is `pairs`, those above the diagonal. Options: `self` (the diagonal to
 dtype. Compared with float64, element by element.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,15 +76,23 @@ class Dots(Op[PairsCall]):
             return lambda: backend.gradient(o.dy, o.x, o.first, o.second)
         return lambda: backend.run(o.x, o.first, o.second)
 
-    def check(self, backend: Any, call: PairsCall, operands: DotsOperands) -> Conformance:
-        """Check against float64, plain and with poisoned allocations."""
-        return self._judge(self.thunk(backend, call, operands), call, operands, poison=True)
+    def exact(self, call: PairsCall, operands: DotsOperands) -> Law:
+        """See `Op.exact`."""
+        return _law(call, operands)
 
-    def _judge(self, run: Thunk, call: PairsCall, operands: DotsOperands, *, poison: bool) -> Conformance:
-        law, width = _law(call, operands), call.n * call.d if call.gradient else call.pairs
+    def shows_nan(self, call: PairsCall) -> bool:
+        """See `Op.shows_nan`."""
+        return not call.gradient
+
+    def compare(self, backend: Any, call: PairsCall, operands: DotsOperands, exact: Callable[[], Law]) -> Conformance:
+        """Check against float64, plain and with poisoned allocations."""
+        return self._judge(self.thunk(backend, call, operands), call, exact, poison=True)
+
+    def _judge(self, run: Thunk, call: PairsCall, exact: Callable[[], Law], *, poison: bool) -> Conformance:
+        width = call.n * call.d if call.gradient else call.pairs
         terms = call.n if call.gradient else call.d
         allowed = conformance.baseline_tolerance(call.dtype, terms)
-        return conformance.judge_runs(lambda: run().reshape(call.b, width), law, allowed, call.dtype, poison=poison)
+        return conformance.judge_runs(lambda: run().reshape(call.b, width), exact, allowed, call.dtype, poison=poison)
 
     def baseline(self, call: PairsCall, operands: DotsOperands) -> Thunk:
         """Return a batched product of all vectors and the selection of pairs, forward only; compiled on a GPU."""
@@ -93,7 +103,7 @@ class Dots(Op[PairsCall]):
     def check_baseline(self, call: PairsCall, operands: DotsOperands) -> Conformance:
         """Check against float64."""
         plain = PairsCall(call.b, call.n, call.d, call.pairs, call.dtype)
-        return self._judge(self.baseline(plain, operands), plain, operands, poison=False)
+        return self._judge(self.baseline(plain, operands), plain, partial(_law, plain, operands), poison=False)
 
     def bytes_moved(self, call: PairsCall) -> int:
         """Count vectors and products; for the gradient, vectors, gradients and dx."""

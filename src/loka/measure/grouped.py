@@ -7,23 +7,27 @@ accumulation). M counts the rows of all experts.
 Each expert's result is judged like a `scaled_mm`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from loka.formats import E4M3, QTensor, Spec
 from loka.kernels import registry
 from loka.kernels.backend import Backend
-from loka.kernels.grouped_mm.call import GroupedCall
+from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, SwigluCall
 from loka.kernels.grouped_mm.reference import spans
 from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.measure import conformance, inputs
-from loka.measure.conformance import Conformance, worst_of
-from loka.measure.fused import judge_twice
+from loka.measure import conformance, expert_steps, inputs
+from loka.measure.conformance import Conformance, Law, worst_of
+from loka.measure.fused import FLOAT32, STEEPEST, judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
+from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Thunk
 
 
@@ -48,6 +52,14 @@ class GroupedOperands:
     w16: Tensor
 
 
+class Part(NamedTuple):
+    """The rows of an expert, and what its result must be."""
+
+    start: int
+    stop: int
+    law: Law
+
+
 def group_offsets(rows: int, experts: int, *, even: bool, seed: int, device: torch.device) -> Tensor:
     """Return int32 offsets [E + 1]. Skewed: expert 1 is idle, the largest one has several times the mean."""
     if even:
@@ -61,8 +73,11 @@ def group_offsets(rows: int, experts: int, *, even: bool, seed: int, device: tor
     return torch.cat([torch.zeros(1), ends]).to(torch.int32).to(device)
 
 
-class GroupedMm(Op[LoadedCall]):
-    """x [M, K] sorted by expert times w [E, N, K]."""
+Call = LoadedCall | SwigluCall | MoveCall
+
+
+class GroupedMm(Op[Any]):
+    """x [M, K] sorted by expert times w [E, N, K]; what surrounds it in a mixture is only judged (`expert_steps`)."""
 
     op = "grouped_mm"
     OWN = LoadedCall
@@ -91,8 +106,14 @@ class GroupedMm(Op[LoadedCall]):
         options = [str(call.experts), *(["even"] if call.even else []), *(["fast"] if call.fast_accum else [])]
         return "|".join([kind, *options])
 
-    def operands(self, call: LoadedCall, *, seed: int, distribution: str, device: torch.device) -> GroupedOperands:
+    def adopt(self, call: Any) -> Call | None:
+        """See `Op.adopt`."""
+        return call if isinstance(call, SwigluCall | MoveCall) else super().adopt(call)
+
+    def operands(self, call: Call, *, seed: int, distribution: str, device: torch.device) -> Any:
         """Draw rows from the distribution, and normal weights."""
+        if isinstance(call, SwigluCall | MoveCall):
+            return expert_steps.draw(call, seed=seed, distribution=distribution, device=device)
         x = inputs.draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
         w = inputs.draw(call.experts * call.n, call.k, seed=2 * seed + 1, device=device) * call.k**-0.5
         w = w.view(call.experts, call.n, call.k)
@@ -111,28 +132,48 @@ class GroupedMm(Op[LoadedCall]):
         return prepare_for(backend, w, x.spec) if isinstance(x, QTensor) and isinstance(w, QTensor) else w
 
     def _thunk(self, backend: Backend, call: LoadedCall, operands: GroupedOperands, w: QTensor | Tensor) -> Thunk:
-        o = operands
-        return lambda: backend.run(o.x, w, o.offsets, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
+        o, options = operands, {"out_dtype": call.out_dtype, "fast_accum": call.fast_accum}
+        if call.swiglu:
+            gated: Any = backend
+            return lambda: gated.run_swiglu(o.x, w, o.offsets, spec=call.out, **options)
+        return lambda: backend.run(o.x, w, o.offsets, **options)
 
-    def check(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Conformance:
+    def exact(self, call: Call, operands: Any) -> Any:
+        """See `Op.exact`: each expert's rows, and what they must be."""
+        if isinstance(call, SwigluCall | MoveCall):
+            return expert_steps.exact(call, operands)
+        spans_ = enumerate(spans(operands.offsets, call.m))
+        return [Part(start, stop, _law(operands, expert, start, stop)) for expert, (start, stop) in spans_]
+
+    def shows_nan(self, call: Call) -> bool:
+        """See `Op.shows_nan`."""
+        return True
+
+    def compare(self, backend: Backend, call: Call, operands: Any, exact: Callable[[], Any]) -> Conformance:
         """Check every expert, plain and with poisoned allocations; prepared weights must give the same bits."""
+        if isinstance(call, SwigluCall | MoveCall):
+            return expert_steps.compare(backend, call, operands, exact)
+        product: LoadedCall = call
+        judge = _judge_gated if product.swiglu else self._judge
         run = self._thunk(backend, call, operands, operands.w)
-        worst = judge_twice(run, lambda result: self.judge(result, call, operands))
+        worst = judge_twice(run, lambda result: judge(result, product, exact()))
         prepared = self._prepared(backend, operands)
         if not worst or prepared is operands.w:
             return worst
+        if call.swiglu:
+            return judge(self._thunk(backend, call, operands, prepared)(), product, exact()) and worst
         return conformance.same_bits(self._thunk(backend, call, operands, prepared)(), run(), worst)
 
-    def judge(self, out: Tensor, call: LoadedCall, operands: GroupedOperands) -> Conformance:
+    def _judge(self, out: Tensor, call: LoadedCall, exact: list[Part]) -> Conformance:
         """Judge one result, expert by expert."""
         if out.shape != (call.m, call.n):
             return Conformance.failed(f"result is {tuple(out.shape)}, expected {(call.m, call.n)}")
         allowed = self._tolerance(call)
         verdicts = [Conformance(True, 0.0, allowed)]
-        for expert, (start, stop) in enumerate(spans(operands.offsets, call.m)):
-            law = self._law(operands, expert, start, stop)
-            where = f"expert {expert}, rows {start} to {stop}: "
-            verdicts.append(conformance.judge(out[start:stop], law, allowed, call.out_dtype, prefix=where))
+        for expert, part in enumerate(exact):
+            where = f"expert {expert}, rows {part.start} to {part.stop}: "
+            rows = out[part.start : part.stop]
+            verdicts.append(conformance.judge(rows, part.law, allowed, call.out_dtype, prefix=where))
         return worst_of(verdicts)
 
     def _tolerance(self, call: GroupedCall) -> float:
@@ -141,15 +182,6 @@ class GroupedMm(Op[LoadedCall]):
         return conformance.tolerance(
             MatmulCall(call.m, call.k, call.n, call.a, call.b, call.out_dtype, call.fast_accum)
         )
-
-    def _law(self, operands: GroupedOperands, expert: int, start: int, stop: int) -> conformance.Law:
-        x, w = operands.x, operands.w
-        if isinstance(x, QTensor) and isinstance(w, QTensor):
-            scale = x.scale if x.scale.dim() == 0 else x.scale[start:stop]
-            rows = QTensor(x.data[start:stop], scale, x.spec)
-            weight = QTensor(w.data[expert], w.scale if w.scale.dim() == 0 else w.scale[expert], w.spec)
-            return conformance.law(rows, weight)
-        return conformance.law_of_values(x[start:stop], w[expert])  # type: ignore[index]
 
     def baseline(self, call: LoadedCall, operands: GroupedOperands) -> Thunk:
         """Return torch's grouped GEMM in bf16; the reference on a CPU, where torch has none."""
@@ -161,7 +193,7 @@ class GroupedMm(Op[LoadedCall]):
         """Check against the exact result of the bf16 values."""
         plain = LoadedCall(call.m, call.k, call.n, call.experts, in_dtype=torch.bfloat16, even=call.even)
         o = GroupedOperands(operands.x16, operands.w16, operands.offsets, operands.x16, operands.w16)
-        return self.judge(self.baseline(call, operands)(), plain, o)
+        return self._judge(self.baseline(call, operands)(), plain, self.exact(plain, o))
 
     def bytes_moved(self, call: LoadedCall) -> int:
         """Count rows, every expert's weights once, and results."""
@@ -171,3 +203,25 @@ class GroupedMm(Op[LoadedCall]):
     def flops(self, call: LoadedCall) -> int:
         """Return 2 M K N: each row goes to one expert."""
         return 2 * call.m * call.k * call.n
+
+
+def _judge_gated(out: QTensor | Tensor, call: LoadedCall, exact: list[Part]) -> Conformance:
+    """Judge silu(gate) * up of the products, which is computed before they are rounded."""
+    lost = FLOAT32
+    if call.a is not None and call.b is not None and out.device.type == "cuda":
+        product = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
+        lost += conformance.ELEMENT_ALLOWANCE * conformance.accumulation_error(product)
+    y, terms = (torch.cat(parts) for parts in zip(*((part.law.y, part.law.terms) for part in exact), strict=True))
+    (gate, up), (gate_terms, up_terms) = y.chunk(2, 1), terms.chunk(2, 1)
+    error = STEEPEST * lost * (gate_terms * up.abs() + F.silu(gate).abs() * up_terms)
+    return judge_rounded(out, F.silu(gate) * up, error)
+
+
+def _law(operands: GroupedOperands, expert: int, start: int, stop: int) -> Law:
+    x, w = operands.x, operands.w
+    if isinstance(x, QTensor) and isinstance(w, QTensor):
+        scale = x.scale if x.scale.dim() == 0 else x.scale[start:stop]
+        rows = QTensor(x.data[start:stop], scale, x.spec)
+        weight = QTensor(w.data[expert], w.scale if w.scale.dim() == 0 else w.scale[expert], w.spec)
+        return conformance.law(rows, weight)
+    return conformance.law_of_values(x[start:stop], w[expert])  # type: ignore[index]

@@ -9,7 +9,7 @@ mixtures that were rounded to 16-bit; the next x and gradients by relative L2 er
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,18 +141,25 @@ class Interaction(Op[LayerCall]):
 
         return backward if call.gradient else forward
 
-    def check(self, backend: Any, call: LayerCall, operands: LayerOperands) -> Conformance:
+    def exact(self, call: LayerCall, operands: LayerOperands) -> Exact | None:
+        """See `Op.exact`. Gradients are exact given the dS that a backend returns, so `compare` computes them."""
+        return None if call.gradient else _exact(call, operands.x, operands.weight, operands.tower)
+
+    def shows_nan(self, call: LayerCall) -> bool:
+        """See `Op.shows_nan`."""
+        return not call.gradient
+
+    def compare(self, backend: Any, call: LayerCall, operands: LayerOperands, exact: Callable[[], Any]) -> Conformance:
         """Check all outputs, plain and with poisoned allocations."""
         if call.gradient:
             return judge_twice(
                 self.thunk(backend, call, operands), lambda result: _judge_gradient(call, operands, result)
             )
-        exact = _exact(call, operands.x, operands.weight, operands.tower)
 
         def judge(result: Any) -> Conformance:
-            products, following = result
-            near = judge_near(following, exact.next, NEXT[call.dtype], what="next")
-            return worst_of([judge_rounded(products, exact.products, exact.error, what="products"), as_share(near)])
+            (products, following), law = result, exact()
+            near = judge_near(following, law.next, NEXT[call.dtype], what="next")
+            return worst_of([judge_rounded(products, law.products, law.error, what="products"), as_share(near)])
 
         return judge_twice(self.thunk(backend, call, operands), judge)
 

@@ -9,7 +9,7 @@ Compared with float64 (`rounding`), not with the float32 reference: a tensor cor
 half an FP8 step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,7 +52,15 @@ from loka.measure.fused import (
 )
 from loka.measure.inputs import Shape
 from loka.measure.layer_check import LayerOperands, check_layer, layer_law, run_layer
-from loka.measure.layer_dgrad import DgradOperands, bf16_dgrad, check_bf16_dgrad, check_dgrad, draw_dgrad, run_dgrad
+from loka.measure.layer_dgrad import (
+    DgradOperands,
+    bf16_dgrad,
+    check_bf16_dgrad,
+    check_dgrad,
+    dgrad_law,
+    draw_dgrad,
+    run_dgrad,
+)
 from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Rival, Thunk
@@ -152,7 +160,8 @@ class FusedLinear(Op[Call]):
             if not call.norm_block:
                 # z is saved with the same scale; max |z| bounds |y|, except for tanh and sigmoid
                 law = layer_law(call, a, b, bias)
-                scale = scale_from_amax(torch.maximum(law.z.abs().max(), law.y.abs().max()), call.out)
+                largest = torch.maximum(*(x.abs().nan_to_num(0.0).max() for x in (law.z, law.y)))
+                scale = scale_from_amax(largest, call.out)
         dropout = draw_dropout(call, seed=seed, device=device)
         return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16), dropout)
 
@@ -166,14 +175,26 @@ class FusedLinear(Op[Call]):
         p: LayerOperands = operands
         return partial(run_layer, backend, call, p)
 
-    def check(self, backend: Any, call: Call, operands: Any) -> Conformance:
+    def exact(self, call: Call, operands: Any) -> Any:
+        """See `Op.exact`."""
+        if isinstance(call, DgradCall):
+            return dgrad_law(call, operands)
+        if isinstance(call, GradientCall):
+            return _gradient_law(call, operands)
+        o: LayerOperands = operands
+        return layer_law(call, o.a, o.b, o.bias, o.dropout)
+
+    def compare(self, backend: Any, call: Call, operands: Any, exact: Callable[[], Any]) -> Conformance:
         """Check all outputs against float64, plain and with poisoned allocations."""
         if isinstance(call, DgradCall):
-            return check_dgrad(backend, call, operands)
+            return check_dgrad(backend, call, operands, exact)
         if isinstance(call, GradientCall):
-            g = _gradient_law(call, operands)
-            return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_gradient(result, g))
-        return check_layer(backend, call, operands)
+            return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_gradient(result, exact()))
+        return check_layer(backend, call, operands, exact)
+
+    def shows_nan(self, call: Call) -> bool:
+        """See `Op.shows_nan`. Of a gradient, a mask may take a NaN away."""
+        return isinstance(call, FusedCall) and not call.dropout
 
     def baseline(self, call: Call, operands: Any) -> Thunk:
         """Return linear + RMSNorm + SiLU in bf16, or a part of their backward; compiled on a GPU."""

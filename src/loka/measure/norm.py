@@ -6,7 +6,7 @@ and a dtype for the unquantized output. Gradients are `gradient NORM>...` (`norm
 (`rounding`): the float32 reference and a kernel may round an element between two codes differently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from loka.formats import QTensor, Spec, quantize
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.fused_linear.call import NORMALIZED_SCALE
+from loka.kernels.norm_quantize import reference
 from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradientCall, NormResult
 from loka.kernels.quantize.call import QuantizeCall
 from loka.measure import conformance, inputs, norm_gradient
@@ -39,6 +40,8 @@ from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded
 from loka.measure.timing import Rival, Thunk
+
+STATISTICS = 4 * FLOAT32  # error of a mean or a reciprocal deviation: a sum over a row, an approximate square root
 
 
 class NormQuantize(Op[NormCall | NormGradientCall]):
@@ -95,19 +98,31 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         x, rest = operands["x"], {key: value for key, value in operands.items() if key != "x"}
         return lambda: backend.run(x, call, **rest)
 
-    def check(self, backend: Backend, call: NormCall | NormGradientCall, operands: Any) -> Conformance:
+    def exact(self, call: NormCall | NormGradientCall, operands: Any) -> Any:
+        """See `Op.exact`. What follows a residual is exact given the sum that a backend returns: None."""
+        if isinstance(call, NormGradientCall):
+            return norm_gradient.exact(call, operands)
+        return self._exact(call, operands["x"], operands) if operands["residual"] is None else None
+
+    def shows_nan(self, call: NormCall | NormGradientCall) -> bool:
+        """See `Op.shows_nan`. Of a gradient, a mask may take a NaN away."""
+        return isinstance(call, NormCall) and not call.dropout
+
+    def compare(
+        self, backend: Backend, call: NormCall | NormGradientCall, operands: Any, exact: Callable[[], Any]
+    ) -> Conformance:
         """Check q, h and the 16-bit output against float64, plain and with poisoned allocations."""
         if isinstance(call, NormGradientCall):
             made: NormGradientCall = call
             judged = judge_twice(
-                self.thunk(backend, made, operands), lambda result: norm_gradient.judge(result, made, operands)
+                self.thunk(backend, made, operands), lambda result: norm_gradient.judge(result, made, exact())
             )
-            raised = norm_gradient.judge_amax(backend, made, operands) if judged else judged
+            raised = norm_gradient.judge_amax(backend, made, operands, exact) if judged else judged
             return worst_of([judged, raised])
 
         def judge(result: NormResult) -> Conformance:
             h = cast(Tensor, result.h)  # operands are never FP8 here
-            y = self._exact(call, h, operands)
+            y = exact() if operands["residual"] is None else self._exact(call, h, operands)
             error = FLOAT32 * y.abs().nan_to_num(0.0).amax(1, keepdim=True).expand_as(y) if y.numel() else y
             verdicts = [judge_rounded(cast(QTensor, result.q), y, error, what="q")]
             if call.transpose:
@@ -118,7 +133,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
             if operands["residual"] is not None:
                 total = operands["x"].double() + operands["residual"].double()
                 verdicts.append(judge_rounded(h, total, torch.zeros_like(total), what="h"))
-            return worst_of(verdicts)
+            return worst_of([*verdicts, *_judge_statistics(result, call, h.double())])
 
         verdict = judge_twice(self.thunk(backend, call, operands), judge)
         return worst_of([verdict, self._judge_amax(backend, call, operands)]) if verdict else verdict
@@ -188,3 +203,15 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         item = call.in_dtype.itemsize
         extra = 2 * item * call.residual + (call.out_dtype.itemsize if call.out_dtype else 0)
         return call.m * call.k * (item + 1 + call.transpose + extra)
+
+
+def _judge_statistics(result: NormResult, call: NormCall, h: Tensor) -> list[Conformance]:
+    """Judge the mean and the reciprocal deviation, which backward takes from forward."""
+    _, mean, rstd = reference._normalize(h, call.norm, EPS[call.norm])
+    verdicts = [judge_rounded(result.rstd, rstd, STATISTICS * rstd, what="rstd")]
+    if mean is not None:
+        if result.mean is None:
+            return [*verdicts, Conformance.failed("it returns no mean")]
+        largest = h.abs().amax(1, keepdim=True) if h.numel() else mean
+        verdicts.append(judge_rounded(result.mean, mean, STATISTICS * largest, what="the mean"))
+    return verdicts

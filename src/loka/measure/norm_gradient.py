@@ -4,6 +4,7 @@ A variant is `gradient NORM>OUTPUT|option`, where OUTPUT is a Spec or a dtype, e
 `gradient layer>e4m3:tensor:delayed|silu|affine` or `gradient rms>bfloat16|relu`. Compared with autograd in float64.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +38,14 @@ class NormGradientOperands:
     bias: Tensor | None
     scale: Tensor | None
     dropout: Dropout | None = None
+
+
+@dataclass(frozen=True)
+class ExactGradient:
+    """dx in float64; also dweight and dbias by name, each with the sum of the magnitudes of its terms."""
+
+    dx: Tensor
+    sums: dict[str, tuple[Tensor, Tensor]]
 
 
 def parse(m: int, k: int, head: str, output: str, options: set[str], activation: str) -> NormGradientCall:
@@ -78,7 +87,7 @@ def draw_operands(
     )
     if call.spec is None:
         return kept
-    largest = block_amax(_exact(call, kept)[0].float(), TENSOR)
+    largest = block_amax(exact(call, kept).dx.float(), TENSOR)
     return replace(kept, scale=scale_from_amax(largest, call.spec).reshape(()))
 
 
@@ -89,31 +98,33 @@ def make_thunk(backend: Any, call: NormGradientCall, o: NormGradientOperands, am
     return lambda: backend.gradient(o.dy, o.h, o.mean, o.rstd, call, weight=o.weight, bias=o.bias, scale=o.scale, amax=amax, **option(o.dropout))  # fmt: skip
 
 
-def judge(result: NormGradient, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
+def judge(result: NormGradient, call: NormGradientCall, law: ExactGradient) -> Conformance:
     """Compare dx, its transpose, dweight and dbias with float64."""
-    dx, sums = _exact(call, o)
+    dx = law.dx
     error = _SLACK * dx.abs().nan_to_num(0.0).amax(1, keepdim=True).expand_as(dx) if dx.numel() else dx
     verdicts = [judge_rounded(result.dx, dx, error, what="dx")]
     if call.spec is not None:
         assert result.dx_t is not None
         verdicts.append(judge_rounded(result.dx_t, dx.T, error.T, what="dx_t"))
-    for name, (exact, size) in sums.items():
+    for name, (total, size) in law.sums.items():
         found = getattr(result, name)
-        verdicts.append(judge_rounded(found[None], exact[None], _SLACK * size[None] + 1e-30, what=f"d{name}"))
+        verdicts.append(judge_rounded(found[None], total[None], _SLACK * size[None] + 1e-30, what=f"d{name}"))
     return worst_of(verdicts)
 
 
-def judge_amax(backend: Any, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
+def judge_amax(
+    backend: Any, call: NormGradientCall, o: NormGradientOperands, exact: Callable[[], ExactGradient]
+) -> Conformance:
     """Check the amax of an FP8 gradient, which is of dx."""
     if call.spec is None or not o.dy.numel():
         return Conformance(True, 0.0, 1.0)
-    largest = _exact(call, o)[0].abs().nan_to_num(0.0, 0.0, 0.0).max()
+    largest = exact().dx.abs().nan_to_num(0.0, 0.0, 0.0).max()
     slack = (_SLACK * largest).clamp(min=1e-30)
     return fused.judge_amax(lambda amax: make_thunk(backend, call, o, amax)(), largest, slack)
 
 
-def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Compute dx in float64; also dweight and dbias, each with the sum of the magnitudes of its terms."""
+def exact(call: NormGradientCall, o: NormGradientOperands) -> ExactGradient:
+    """Compute the gradients of a call in float64."""
     h = o.h.double().requires_grad_()
     with torch.enable_grad():
         xhat = block_norm(h, EPS["block"])[0] if call.norm == "block" else bf16_norm(h, call.norm)
@@ -122,7 +133,7 @@ def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dic
         y = ACTIVATE[call.activation](p)
         dx, dp = torch.autograd.grad(y, [h, p], o.dy.double() * dropped_share(o.dropout, call.m, call.k))
     terms = {"weight": dp * xhat.detach(), "bias": dp} if call.affine else {}
-    return dx, {name: (t.sum(0), t.abs().sum(0)) for name, t in terms.items()}
+    return ExactGradient(dx, {name: (t.sum(0), t.abs().sum(0)) for name, t in terms.items()})
 
 
 def make_baseline(call: NormGradientCall, o: NormGradientOperands) -> Thunk:
@@ -140,7 +151,7 @@ def make_baseline(call: NormGradientCall, o: NormGradientOperands) -> Thunk:
 
 def judge_baseline(found: tuple[Tensor, ...], call: NormGradientCall, o: NormGradientOperands) -> Conformance:
     """Check the baseline's dx."""
-    dx, _ = _exact(call, o)
+    dx = exact(call, o).dx
     error = _SLACK * dx.abs().amax(1, keepdim=True).expand_as(dx) if dx.numel() else dx
     return judge_rounded(found[0], dx, error, what="the baseline's dx")
 

@@ -5,8 +5,9 @@ result, and counts the minimal bytes and FLOPs.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cache, partial
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -44,8 +45,29 @@ class Op(Generic[C]):
         raise NotImplementedError
 
     def check(self, backend: Any, call: C, operands: Any) -> Conformance:
-        """Check the backend against the exact result."""
+        """Check the backend against the exact result. An adapter has this, or `exact` and `compare`."""
+        return self.compare(backend, call, operands, cache(partial(self.exact, call, operands)))
+
+    def exact(self, call: C, operands: Any) -> Any:
+        """Return the exact result of a call, as `compare` takes it."""
         raise NotImplementedError
+
+    def compare(self, backend: Any, call: C, operands: Any, exact: Callable[[], Any]) -> Conformance:
+        """Check the backend against an exact result that several checks of equal operands share.
+
+        Args:
+            backend, call, operands: as in `check`.
+            exact: returns what `self.exact` returns for these values. Called after the backend has run, so that a
+                kernel which is still being compiled (`loka.kernels.compiling`) is not waited for in vain.
+
+        Returns:
+            The verdict.
+        """
+        return self.check(backend, call, operands)
+
+    def shows_nan(self, call: C) -> bool:
+        """Return whether the exact result of a call says where a NaN among the operands must be seen again."""
+        return False
 
     def adopt(self, call: Any) -> C | None:
         """Return a call that a kernel was given as one of this adapter's; options of variants keep their defaults.

@@ -54,6 +54,12 @@ def judge_near(
         return Conformance.failed(f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}", allowed)
     if exact.numel() == 0:
         return Conformance(True, 0.0, allowed)
+    lost = exact.isnan()
+    if bool(lost.any()):
+        if wrong := int((out.isnan() != lost).sum()):
+            return Conformance.failed(f"{what}: {wrong} elements differ in being NaN", allowed)
+        out, exact = (torch.where(lost, 0.0, t) for t in (out, exact))
+        size = None if size is None else torch.where(lost, 0.0, size)
     error = out.double() - exact
     if not error.isfinite().all():
         return Conformance.failed(f"{what}: {int((~error.isfinite()).sum())} elements are not finite", allowed)

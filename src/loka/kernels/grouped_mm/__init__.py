@@ -171,8 +171,8 @@ def gather(x: QTensor | Tensor, permutation: Permutation, *, backend: str = "aut
     tokens, top = x.shape[0], permutation.top
     if tokens * top != permutation.order.shape[0]:
         raise ValueError(f"the permutation is of {permutation.order.shape[0]} visits, x has {tokens} tokens x {top}")
-    dtype = x.data.dtype if isinstance(x, QTensor) else x.dtype
-    call = MoveCall(tokens, top, permutation.offsets.shape[0] - 1, dtype)
+    dtype, spec = (x.data.dtype, x.spec) if isinstance(x, QTensor) else (x.dtype, None)
+    call = MoveCall(tokens, top, permutation.offsets.shape[0] - 1, dtype, "gather", x.shape[1], spec)
     chosen: Any = pick("grouped_mm", backend, call, x.device).backend
     out: QTensor | Tensor = chosen.gather(x, permutation)
     return out
@@ -203,7 +203,7 @@ def combine(
         )
     if add is not None and (add.shape != (tokens, y.shape[1]) or add.dtype != y.dtype):
         raise ValueError(f"add must be {y.dtype} {(tokens, y.shape[1])}, got {add.dtype} {tuple(add.shape)}")
-    call = MoveCall(tokens, top, permutation.offsets.shape[0] - 1, y.dtype)
+    call = MoveCall(tokens, top, permutation.offsets.shape[0] - 1, y.dtype, "combine", y.shape[1])
     chosen: Any = pick("grouped_mm", backend, call, y.device).backend
     out: Tensor = chosen.combine(y, permutation, weights, add)
     return out

@@ -1,6 +1,7 @@
 """Calls of the mixture-of-experts kernels, described without tensors."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -82,6 +83,9 @@ class MoveCall:
     Args:
         tokens, top, experts: each of `tokens` tokens visits `top` of `experts` experts.
         dtype: of the rows.
+        step: which of the three.
+        width: elements of a row.
+        spec: of quantized rows, else None.
 
     Example:
         >>> call = MoveCall(tokens=4096, top=2, experts=8)
@@ -91,9 +95,16 @@ class MoveCall:
     top: int
     experts: int
     dtype: torch.dtype = torch.bfloat16
+    step: Literal["permute", "gather", "combine"] = "permute"
+    width: int = 0
+    spec: Spec | None = None
 
     def __str__(self) -> str:
-        return f"route {self.tokens} tokens to {self.top} of {self.experts}, {str(self.dtype).removeprefix('torch.')}"
+        who = f"{self.step} {self.tokens} tokens to {self.top} of {self.experts}"
+        if self.step == "permute":
+            return who
+        kind = self.spec if self.spec is not None else str(self.dtype).removeprefix("torch.")
+        return f"{who}, rows of {self.width} {kind}"
 
 
 @dataclass(frozen=True)
