@@ -14,6 +14,7 @@ of their own: with an empty cache of Triton (`cold`: the first look on a machine
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ def main() -> int:
     if a.one:
         print("TIMED " + json.dumps(evaluate(a.one, a.device, a.rows)))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process that is timed ends, too
     body = {"environment": describe_run(a.device), "bar_seconds_a_linear": BAR, "rows": []}
     for model in a.models.split(","):
         with tempfile.TemporaryDirectory() as cache:

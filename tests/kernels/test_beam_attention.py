@@ -8,9 +8,11 @@ import torch
 
 from kernels.interpreter import run_interpreted
 from loka.formats import E4M3, ROW, Spec, dequantize, quantize
+from loka.inference.context import round_context
 from loka.kernels import registry
 from loka.kernels.backend import no
 from loka.kernels.beam_attention import AncestorAttentionCall, BeamAttentionCall, ancestor_attention, beam_attention
+from loka.kernels.beam_attention.triton_low_kernels import _columns_descriptor
 from loka.measure.adapter import adapter_for
 from loka.measure.conformance import poisoned_allocations
 
@@ -421,3 +423,25 @@ def test_on_triton_values_whose_tokens_were_transposed_together(triton_device, c
     assert_near(out, beam_attention(q, low, low, lengths, scale=0.3, backend="reference"), 0.06)
     apart = low.clone().permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert_near(out, beam_attention(q, low, apart, lengths, scale=0.3, backend="triton"), 2e-3)
+
+
+@pytest.mark.parametrize(("requests", "context"), [(3, 48), (3, 37), (1, 37)])
+def test_tma_reads_no_request_from_the_middle_of_16_bytes(requests: int, context: int) -> None:
+    """Which is an illegal instruction on a GPU, and kills the process."""
+    heads, d = 2, 32
+    columns = torch.zeros(heads * d, -(-requests * context // 16) * 16, dtype=torch.uint8)[:, : requests * context]
+    v = columns.view(torch.float8_e4m3fn).unflatten(1, (requests, context)).unflatten(0, (heads, d)).permute(2, 3, 0, 1)
+    found = _columns_descriptor(v, 32)
+    assert (found is None) == (requests > 1 and context % 16 > 0)
+    x = torch.randn(requests, context, heads * d, dtype=torch.bfloat16)
+    for values in (x, x.clone()):
+        k, v = round_context(x, values, torch.ones(()), heads)
+        for made in (k, v):
+            assert made.shape == (requests, context if requests == 1 else 48, heads, d)
+            assert torch.equal(
+                made[:, :context].float(), x.to(torch.float8_e4m3fn).float().view(requests, context, heads, d)
+            )
+            assert not made[:, context:].float().any()
+        if requests > 1:
+            _, _, right = _columns_descriptor(v, 32)
+            assert right == 48

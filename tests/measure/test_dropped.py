@@ -101,11 +101,16 @@ def test_a_mask_that_starts_again_in_the_second_tile_fails(monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [48, 1000, 4096])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if name != "layer, dynamic"]
+)  # no kernel of ours has that amax
 def test_our_own_kernels_pass_on_a_gpu(name: str, rows: int) -> None:
     call, device = replace(CALLS[name], m=rows), torch.device("cuda")
     op = "norm_quantize" if name.startswith("norm") else "fused_linear"
     backend = registry.backend(op, "triton")
-    assert backend.supports(call, device)
+    if isinstance(call, NormCall) and call.transpose:
+        call = replace(call, out_dtype=None)  # it writes FP8 both ways, and nothing beside it
+    verdict = backend.supports(call, device)
+    assert verdict, verdict.reason
     verdict = judge_backend(op, backend, call, device, moved=False)
     assert verdict, verdict.reason

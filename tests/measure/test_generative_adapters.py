@@ -204,3 +204,21 @@ def test_what_surrounds_the_products_of_experts_is_judged(call: Any) -> None:
 
 def adopt(call: Any) -> Any:
     return adapter_for("grouped_mm").adopt(call)
+
+
+def test_an_attention_that_rounds_its_weights_to_16_bits_passes_where_keys_are_equal() -> None:
+    """The weights of equal keys are rounded alike, so that a thousand errors add up: a correct kernel on an H200 was refused."""
+    law = registry.backend("beam_attention", "reference")
+
+    def flash(q, k, v, lengths, *, scale):
+        s = torch.einsum("rbhd,rshd->rbhs", q.float(), k.float()) * scale
+        p = torch.exp(s - s.amax(-1, keepdim=True))
+        out = torch.einsum("rbhs,rshd->rbhd", p.bfloat16().float(), v.float())
+        return (out / p.sum(-1, keepdim=True)).to(q.dtype)
+
+    call = adapter_for("beam_attention").parse((1, 32, 3001), "2/2x64|shared")
+    backend = SimpleNamespace(supports=law.supports, run=flash)
+    verdict = judge_backend("beam_attention", backend, call, "cpu")
+    assert verdict, verdict.reason
+    backend = SimpleNamespace(supports=law.supports, run=lambda *given, **scale: flash(*given, **scale) * 1.02)
+    assert not judge_backend("beam_attention", backend, call, "cpu")

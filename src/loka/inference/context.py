@@ -116,6 +116,9 @@ class PackedContext:
 def round_context(keys: Tensor, values: Tensor, one: Tensor, groups: int) -> Pair:
     """Round the keys and values of a context to E4M3, values by columns, as FP8 products read them.
 
+    TMA reads columns from multiples of 16 bytes on, so contexts of several requests are padded with zeros to a multiple
+    of 16 tokens. (The lengths of requests say which are read.)
+
     Args:
         keys: [R, S, G D].
         values: the same shape. If it is the same tensor as `keys`, it is read once.
@@ -123,14 +126,18 @@ def round_context(keys: Tensor, values: Tensor, one: Tensor, groups: int) -> Pai
         groups: G, the number of key-value heads.
 
     Returns:
-        Keys and values [R, S, G, D].
+        Keys and values [R, S, G, D], S padded.
 
     Example:
         >>> k, v = round_context(x, x, torch.ones(()), groups=2)
     """
+    together = values is keys
+    if keys.shape[0] > 1 and (missing := -keys.shape[1] % 16):
+        keys = nn.functional.pad(keys, (0, 0, 0, missing))
+        values = keys if together else nn.functional.pad(values, (0, 0, 0, missing))
     requests, length, wide = keys.shape
     flat, other = keys.reshape(-1, wide), values.reshape(-1, wide)
-    if values is keys:
+    if together:
         k, v = quantize_both(flat, ROUNDED, ROUNDED, scale=one, transpose_scale=one)
     else:
         k = quantize(flat, ROUNDED, scale=one)

@@ -40,12 +40,13 @@ class RaggedCall(BeamAttentionCall):
 
 @dataclass(frozen=True)
 class BeamOperands:
-    """Queries, keys, values (the same tensor as the keys if shared) and lengths."""
+    """Queries, keys, values (the same tensor as the keys if shared) and lengths. alike: many keys are equal."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     lengths: Tensor
+    alike: bool = False
 
 
 Call = RaggedCall | AncestorAttentionCall
@@ -104,7 +105,7 @@ class BeamAttention(Op[Call]):
         if call.ragged:
             steps = torch.arange(call.requests, device=device) * 2 * call.length // (3 * max(call.requests - 1, 1))
             lengths = (call.length - steps).to(torch.int32)
-        return BeamOperands(q, k, v, lengths)
+        return BeamOperands(q, k, v, lengths, distribution == "alike_rows")
 
     def thunk(self, backend: Backend, call: Call, operands: Any) -> Thunk:
         """See `Op.thunk`."""
@@ -168,7 +169,10 @@ def _allowed(call: Call) -> float:
 
 
 def _law(o: BeamOperands) -> Law:
-    """Compute in float64, a few queries at a time to limit memory."""
+    """Compute in float64, a few queries at a time to limit memory.
+
+    The weights of equal keys are rounded alike, so that the errors of their terms add up instead of cancelling.
+    """
     requests, beams, heads, d = o.q.shape
     share = heads // o.k.shape[2]
     y, terms = (torch.empty(o.q.shape, dtype=torch.float64, device=o.q.device) for _ in range(2))
@@ -180,5 +184,8 @@ def _law(o: BeamOperands) -> Law:
             q = o.q[r, start : start + some].double()
             p = torch.softmax(torch.einsum("bhd,shd->bhs", q, k) * d**-0.5, -1)
             y[r, start : start + some] = torch.einsum("bhs,shd->bhd", p, v)
-            terms[r, start : start + some] = torch.einsum("bhs,shd->bhd", p.square(), v.square())
+            if o.alike:
+                terms[r, start : start + some] = torch.einsum("bhs,shd->bhd", p, v.abs()).square()
+            else:
+                terms[r, start : start + some] = torch.einsum("bhs,shd->bhd", p.square(), v.square())
     return Law(y.view(-1, d), (terms + y.square()).sqrt().view(-1, d))

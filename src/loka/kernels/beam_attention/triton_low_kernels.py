@@ -127,7 +127,8 @@ def _columns_descriptor(v: Tensor, bn: int) -> tuple[TensorDescriptor, int, int]
     """Return a descriptor of the values, and how many rows and columns a request is further on in it.
 
     They are one matrix [R G D, S], or [G D, R S], as transposing all tokens at once leaves them. None if they are
-    neither, or not aligned. The interpreter, unlike the GPU, takes no request that starts in the middle of 16 bytes.
+    neither, or not aligned. TMA loads rows from multiples of 16 bytes on: from anywhere else, the GPU reports an illegal
+    instruction. So in the second form every request must begin at a multiple of 16.
     """
     requests, s, groups, d = v.shape
     request, _, group, column = v.stride()
@@ -135,7 +136,7 @@ def _columns_descriptor(v: Tensor, bn: int) -> tuple[TensorDescriptor, int, int]
         return None
     if request == groups * group:
         size, down, right = (requests * groups * d, s), groups * d, 0
-    elif request == s and requests * s <= column and not (INTERPRETED and s % 16):
+    elif request == s and requests * s <= column and (s % 16 == 0 or requests == 1):
         size, down, right = (groups * d, requests * s), 0, s
     else:
         return None
