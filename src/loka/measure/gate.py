@@ -2,9 +2,8 @@
 
     judge_backend("scaled_mm", registry.backend("scaled_mm", "triton"), call, device)      ok, or the reason why not
 
-A GEMM runs on the thirteen operand sets of `stress`, a quantizer on its eight, and every other op on the distributions
-of `inputs` through its benchmark adapter. All sets run in each of several rounds, so that between two calls on the same
-operands there are calls on others:
+A GEMM runs on the thirteen operand sets of `stress`, a quantizer on its eight, all of them in each of several rounds,
+so that between two calls on the same operands there are calls on others:
 
     1  fresh operands; memory that the allocator hands out next is filled with NaN
     2  operands in reused buffers, which held other values before; every allocation of torch is filled with NaN
@@ -12,7 +11,10 @@ operands there are calls on others:
 
 If the backend supports prepared weights, every other call of rounds 2 and 3 uses one. Every fifth call of these rounds
 comes from another thread and, on a GPU, another stream, as those of a backward pass or a captured step do. A quantizer,
-which has fewer sets, runs rounds 2 and 3 twice. Other ops run six rounds, every second one in reused buffers.
+which has fewer sets, runs rounds 2 and 3 twice.
+
+Every other op runs on five distributions of `inputs` through its benchmark adapter, six times on each, every second time
+in the buffers of the others, and at last on operands with a NaN, where the exact result says where it must be seen.
 
 The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
 with the first bit by bit and, if they differ, with the exact one: a kernel may add in another order each time, but must

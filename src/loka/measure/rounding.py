@@ -134,7 +134,9 @@ def _looks_fp8(q: QTensor, values: Tensor, exact: Tensor, error: Tensor) -> dict
     if q.spec.mode == "dynamic" and q.spec.scale == "f32":
         amax = block_amax(exact, q.spec.block).double()
         slack = block_amax(error.expand_as(exact), q.spec.block).double() / amax.clamp(min=TINY) + 2.0**-20
-        looks["a scale is"] = _largest((q.scale.double() / law.scale.double() - 1).abs() / slack)
+        off = (q.scale.double() / law.scale.double() - 1).abs() / slack
+        # the scale of a block without a number says nothing
+        looks["a scale is"] = _largest(torch.where(block_amax(exact.isfinite().double(), q.spec.block) > 0, off, 0.0))
     return looks
 
 
