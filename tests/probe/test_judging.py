@@ -223,8 +223,8 @@ def test_evaluating_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_judged_where_only_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
-    real = judging.find_step
-    monkeypatch.setattr(judging, "find_step", lambda *given, **options: (runs.append(True), real(*given, **options))[1])
+    real = judging._find_in
+    monkeypatch.setattr(judging, "_find_in", lambda *given, **options: (runs.append(True), real(*given, **options))[1])
     monkeypatch.setattr(judging, "judge_call", lambda *given: pytest.fail("judged"))
     assert probe().record.chains
     assert len(runs) == 1  # to see what chains run; their parts, and linears by recipes, run nothing else

@@ -50,12 +50,13 @@ class KernelCall:
         return f"{self.op} on {self.backend}, {self.call}{', gradient' * self.gradient}"
 
 
-def find_calls(run: Callable[[], object], *, training: bool = False) -> list[KernelCall]:
+def find_calls(run: Callable[[], object], *, training: bool = False, references: bool = False) -> list[KernelCall]:
     """Run code and return the kernel calls that it made, each once, in the order in which they first occurred.
 
     Args:
         run: runs the code, eagerly. Calls from autograd's threads are found, too.
         training: it runs backward, so calls that do not describe their gradients by themselves are followed by these.
+        references: run the reference of each op instead of the kernel, which then need not be compiled.
 
     Returns:
         The calls.
@@ -70,7 +71,7 @@ def find_calls(run: Callable[[], object], *, training: bool = False) -> list[Ker
         if training and _has_gradient(op):
             found[KernelCall(op, chosen.name, call, gradient=True)] = None
 
-    with registry.listening(hear):
+    with registry.listening(hear, references=references):
         run()
     return list(found)
 

@@ -221,10 +221,14 @@ def find_planned(model: nn.Module, plan: Plan, example: Any, *, training: bool) 
     Example:
         >>> calls = find_planned(model, plan, batch, training=True)
     """
-    with converted(model, plan):
-        if not training:
-            freeze_model(model)
-        return find_step(model, example, training=training)
+
+    def find(*, references: bool) -> list[KernelCall]:
+        with converted(model, plan):
+            if not training:
+                freeze_model(model)
+            return _find_in(unwrap(model), example, training, references=references)
+
+    return _find_on(model, find)
 
 
 @torch.inference_mode(False)
@@ -242,13 +246,34 @@ def find_step(model: nn.Module, example: Any, *, training: bool) -> list[KernelC
     Example:
         >>> calls = find_step(model, batch, training=False)
     """
-    inner = unwrap(model)
-    with undisturbed(inner), gradients_aside(inner):
-        unknown = any(not (chain.primed and chain.gradients_primed) for _, chain in chains_of(inner))
-        find = partial(find_calls, partial(_run_step, inner, example, training), training=training)
+    return _find_on(model, partial(_find_in, unwrap(model), example, training))
+
+
+def _find_on(model: nn.Module, find: Callable[..., list[KernelCall]]) -> list[KernelCall]:
+    """Find calls by running references if the model is on a GPU.
+
+    The kernels of a step would be compiled one after the other here. Judging them compiles them side by side.
+    """
+    if _is_on_gpu(model):
+        try:
+            return find(references=True)
+        except Exception as error:  # as want of memory: references compute in float32
+            traceback.clear_frames(error.__traceback__)
+    return find(references=False)
+
+
+def _is_on_gpu(model: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in model.parameters())
+
+
+def _find_in(model: nn.Module, example: Any, training: bool, *, references: bool) -> list[KernelCall]:
+    with undisturbed(model), gradients_aside(model):
+        unknown = any(not (chain.primed and chain.gradients_primed) for _, chain in chains_of(model))
+        step = partial(_run_step, model, example, training)
+        find = partial(find_calls, step, training=training, references=references)
         calls = find()
         if training and unknown:
-            refresh(inner)
+            refresh(model)
             calls += [one for one in find() if one not in calls]
         return calls
 
