@@ -59,7 +59,7 @@ class Selection:
 
 Hear = Callable[[str, Selection, Any], None]
 _hearing: tuple[Hear, ...] = ()  # see `listening`
-_by_reference = 0  # how many who listen want references to run
+_by_reference: tuple[str, ...] = ()  # ops of which who listens wants the reference to run
 _HEARING_CHANGES = Lock()
 
 # op, call, device, backends offered, backend asked for or preferred, whether only that backend may run
@@ -117,14 +117,14 @@ def offering(names: Collection[str]) -> Iterator[None]:
 
 
 @contextmanager
-def listening(hear: Hear, *, references: bool = False) -> Iterator[None]:
+def listening(hear: Hear, *, references: Collection[str] = ()) -> Iterator[None]:
     """Tell `hear` of every call that picks a backend inside the block, on any thread; not of code that is being compiled.
 
     Several threads may listen at the same time: each hears the calls of all.
 
     Args:
         hear: called with the op, the selection and the call.
-        references: run the op's reference in place of each backend that is picked, which needs no kernel to be
+        references: ops of which the reference runs in place of the backend that is picked, so that no kernel must be
             compiled. `hear` is told what would have run.
 
     Example:
@@ -135,13 +135,16 @@ def listening(hear: Hear, *, references: bool = False) -> Iterator[None]:
     global _hearing, _by_reference
     with _HEARING_CHANGES:
         _hearing = (*_hearing, hear)
-        _by_reference += references
+        _by_reference = (*_by_reference, *references)
     try:
         yield
     finally:
         with _HEARING_CHANGES:
             _hearing = tuple(other for other in _hearing if other is not hear)
-            _by_reference -= references
+            left = list(_by_reference)
+            for op in references:
+                left.remove(op)
+            _by_reference = tuple(left)
 
 
 def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
@@ -205,7 +208,7 @@ def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | N
     if not torch.compiler.is_compiling() and _hearing:  # in this order: compiled code needs no guard then
         for hear in _hearing:
             hear(op, chosen, call)
-        if _by_reference:
+        if op in _by_reference:
             chosen = Selection("reference", backend(op, "reference"), chosen.refusals)
     return chosen
 

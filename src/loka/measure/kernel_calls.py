@@ -7,7 +7,7 @@ A verdict on what runs needs no list of the modules that a plan may place: a new
 it makes. Code that is being compiled is not heard, so run it eagerly.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,13 +50,15 @@ class KernelCall:
         return f"{self.op} on {self.backend}, {self.call}{', gradient' * self.gradient}"
 
 
-def find_calls(run: Callable[[], object], *, training: bool = False, references: bool = False) -> list[KernelCall]:
+def find_calls(
+    run: Callable[[], object], *, training: bool = False, references: Collection[str] = ()
+) -> list[KernelCall]:
     """Run code and return the kernel calls that it made, each once, in the order in which they first occurred.
 
     Args:
         run: runs the code, eagerly. Calls from autograd's threads are found, too.
         training: it runs backward, so calls that do not describe their gradients by themselves are followed by these.
-        references: run the reference of each op instead of the kernel, which then need not be compiled.
+        references: ops of which the reference runs instead of the kernel, which then need not be compiled.
 
     Returns:
         The calls.

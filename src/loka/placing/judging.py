@@ -34,6 +34,8 @@ from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import gradients_aside, undisturbed
 
 WRONG = "a kernel fails the conformance gate"  # how reasons begin, but for those of a step that fails
+# Ops whose references take neither a loop over rows nor much more memory than their kernels.
+BY_REFERENCE = ("quantize", "norm_quantize", "fused_linear", "scaled_mm", "interaction", "dots", "mixed_dots")
 Find = Callable[[Collection[str]], list[KernelCall]]  # the calls of a step with these units in low precision only
 
 
@@ -222,7 +224,7 @@ def find_planned(model: nn.Module, plan: Plan, example: Any, *, training: bool) 
         >>> calls = find_planned(model, plan, batch, training=True)
     """
 
-    def find(*, references: bool) -> list[KernelCall]:
+    def find(*, references: Collection[str]) -> list[KernelCall]:
         with converted(model, plan):
             if not training:
                 freeze_model(model)
@@ -252,21 +254,21 @@ def find_step(model: nn.Module, example: Any, *, training: bool) -> list[KernelC
 def _find_on(model: nn.Module, find: Callable[..., list[KernelCall]]) -> list[KernelCall]:
     """Find calls by running references if the model is on a GPU.
 
-    The kernels of a step would be compiled one after the other here. Judging them compiles them side by side.
+    A step would compile its kernels one after the other. Judging them compiles them side by side.
     """
     if _is_on_gpu(model):
         try:
-            return find(references=True)
+            return find(references=BY_REFERENCE)
         except Exception as error:  # as want of memory: references compute in float32
             traceback.clear_frames(error.__traceback__)
-    return find(references=False)
+    return find(references=())
 
 
 def _is_on_gpu(model: nn.Module) -> bool:
     return any(parameter.is_cuda for parameter in model.parameters())
 
 
-def _find_in(model: nn.Module, example: Any, training: bool, *, references: bool) -> list[KernelCall]:
+def _find_in(model: nn.Module, example: Any, training: bool, *, references: Collection[str]) -> list[KernelCall]:
     with undisturbed(model), gradients_aside(model):
         unknown = any(not (chain.primed and chain.gradients_primed) for _, chain in chains_of(model))
         step = partial(_run_step, model, example, training)
