@@ -4,11 +4,13 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 from tests.planted import SINGLE, plant
 from torch import Tensor
 
 from loka.inference import Engine, EngineConfig
 from loka.inference.engine import JUDGED
+from loka.kernels import registry
 from loka.kernels.grouped_mm import reference as grouped_law
 from loka.models.onerec import Experts
 from loka.ptq import quantize
@@ -91,3 +93,29 @@ def test_later_buckets_judge_what_differs_in_more_than_its_rows(monkeypatch: pyt
     engine.generate(make_requests(model, (3,)))  # the bucket of one request
     assert engine.judge.judged == judged
     assert engine.captures == 2
+
+
+def test_auto_takes_another_backend_for_a_wrong_kernel_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_AVOIDED", {})
+    law = importlib.import_module("loka.kernels.topk.reference")
+
+    def beams(*given: Any, **options: Any) -> Any:
+        values, *rest = law.beams(*given, **options)
+        return values + 1.0, *rest
+
+    model, engine = make()
+    requests = make_requests(model, (3, 7))
+    expected = engine.generate(requests)
+    plant(monkeypatch, "topk", law, beams=beams)
+    registry._CACHE.clear()
+    model, engine = make()
+    with pytest.warns(UserWarning, match="topk runs on torch, since topk on planted, .* fails the conformance gate"):
+        found = engine.generate(requests)
+    assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
+    assert any(note.startswith("topk runs on torch, since") for note in engine.judge.notes)
+    call = next(one.call for one in engine.judge.judged if one.op == "topk")
+    assert "conformance gate" in registry.first("topk", call, torch.device("cpu")).refusals["planted"]
+
+    model, engine = make(backends=(("topk", "planted"),))  # what was asked for runs, or nothing
+    with pytest.raises(ValueError, match=r"(?s)fail the conformance gate.*topk on planted"):
+        engine.generate(requests)

@@ -7,14 +7,16 @@
 The model may be plain, quantized (`loka.quantize`) or converted (`loka.convert`); the engine keeps its precisions. On a
 GPU every bucket is captured as one CUDA graph on first use (or ahead, by `warm`), after a warm-up that compiles and
 chooses backends. The kernels that the first bucket's run calls (of packed weights, attention, routing and search) are
-judged at their shapes (`loka.placing.judging`), in later buckets those that differ in more than their rows; a wrong one
-raises an error. (Where backends are chosen by measuring, each is judged at its number of rows before it is timed.) All
-graphs share one memory pool and one set of caches, because only one batch runs at a time. On a CPU the same functions
-run eagerly.
+judged at their shapes (`loka.placing.judging`), in later buckets those that differ in more than their rows. `auto` takes
+another backend for a wrong one, with a warning; without another one, or for a configured backend, an error is raised.
+(Where backends are chosen by measuring, each is judged at its number of rows before it is timed.) All graphs share one
+memory pool and one set of caches, because only one batch runs at a time. On a CPU the same functions run eagerly.
 
 Scheduling is in loka.serving, the translation between items and codes in loka.inference.recommender.
 """
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ from loka.inference.memory import check_memory, explain_exhaustion
 from loka.inference.request import Recommendation, Request, check_request, pad_requests, split_found
 from loka.inference.tuning import Tuning
 from loka.inference.weights import PackedModel, Placement
+from loka.kernels import registry
 from loka.lowp.chain import chains_of
 from loka.measure.capturing import capturing
 from loka.measure.kernel_calls import KernelCall, find_calls
@@ -46,6 +49,21 @@ SEARCH = ("beam_attention", "route", "topk")
 
 def _is_judged(one: KernelCall) -> bool:
     return one.op in JUDGED or (one.op in SEARCH and one.backend != "torch")
+
+
+def _find_other(one: KernelCall, device: torch.device) -> str | None:
+    """Return the backend that `auto` picks once this one is avoided; None if that is the reference, or it was named."""
+    if registry.is_avoided(one.op, one.backend, one.call):  # and ran nevertheless
+        return None
+    others = (
+        name
+        for name in registry.BACKENDS[one.op]
+        if name not in (one.backend, "reference")
+        and (one.op, name) not in registry.BY_NAME
+        and not registry.is_avoided(one.op, name, one.call)
+        and registry.backend(one.op, name).supports(one.call, device)
+    )
+    return next(others, None)
 
 
 @dataclass
@@ -170,24 +188,39 @@ class Engine:
         return made
 
     def _generate(self, made: Prepared) -> Found:
-        """Run a bucket eagerly. The first time, judge the kernels that ran, and raise if one is wrong.
+        """Run a bucket eagerly. The first time, judge the kernels that ran; where one is wrong, run others, or raise.
 
         A server prepares dozens of buckets that differ in rows alone, and judging all would take minutes.
         """
         if made.judged:
             return made.decoder.generate(made.inputs, made.caches)
         found: list[Found] = []
-        calls = find_calls(lambda: found.append(made.decoder.generate(made.inputs, made.caches)))
-        new = [one for one in calls if _is_judged(one) and one.kind not in self._judged]
-        if wrong := self.judge.find_wrong(new):
+        run = lambda: found.append(made.decoder.generate(made.inputs, made.caches))  # noqa: E731
+        while wrong := self.judge.find_wrong(new := self._find_new(run)):
+            self._replace(wrong)
+        self._judged |= {one.kind for one in new}
+        made.judged = True
+        return found[-1]
+
+    def _find_new(self, run: Callable[[], object]) -> list[KernelCall]:
+        """Return the calls of a run that are to be judged and whose kind was not."""
+        return [one for one in find_calls(run) if _is_judged(one) and one.kind not in self._judged]
+
+    def _replace(self, wrong: dict[KernelCall, str]) -> None:
+        """Let `auto` pick other backends for wrong kernels, with a warning. Raise if that is not possible for all."""
+        fixed = dict(self.config.backends)
+        instead = {one: None if one.op in fixed else _find_other(one, self.device) for one in wrong}
+        if None in instead.values():
             told = "\n  ".join(f"{call}: {why}" for call, why in wrong.items())
             hint = f"EngineConfig(backends=(({next(iter(wrong)).op!r}, 'reference'),))"
             raise ValueError(
                 f"the engine runs kernels that fail the conformance gate:\n  {told}\nhint: name another backend, as in {hint}"
             )
-        self._judged |= {one.kind for one in new}
-        made.judged = True
-        return found[0]
+        for one, other in instead.items():
+            registry.avoid(one.op, one.backend, one.call, f"fails the conformance gate: {wrong[one]}")
+            note = f"{one.op} runs on {other}, since {one} fails the conformance gate: {wrong[one]}"
+            self.judge.notes.append(note)
+            warnings.warn(note, stacklevel=2)
 
     def _capture(self, made: Prepared) -> None:
         """Warm up on a side stream, as CUDA graph capture requires, then capture."""

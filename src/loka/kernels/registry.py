@@ -2,13 +2,13 @@
 
 Backends are imported lazily, on first use. `pick` never substitutes silently: a named backend that cannot run the call
 raises with its reason, and `auto` returns its choice together with the reasons of every backend that refused. `auto`
-never picks a backend listed in `BY_NAME`.
+never picks a backend listed in `BY_NAME`, nor one that was found to be wrong (`avoid`).
 """
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
@@ -45,6 +45,10 @@ BY_NAME: dict[tuple[str, str], str] = {
     ("embedding_bag", "fbgemm"): "must be asked for by name: otherwise results would depend on what is installed",
 }
 
+# Fields of calls that say how many rows an op has: its kernels are the same for any number.
+ROWS = ("m", "tokens", "requests")
+
+_AVOIDED: dict[tuple[str, str, Any], str] = {}  # op, backend, kind of calls: why `auto` does not pick it, see `avoid`
 _LOADED: dict[str, ModuleType] = {}
 
 
@@ -164,6 +168,36 @@ def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
     return {name: backend(op, name).supports(call, device) for name in BACKENDS[op]}
 
 
+def kind_of(call: Any) -> Any:
+    """Return a call with one row: calls that differ in their rows alone are of the same kind."""
+    rows = next((name for name in ROWS if hasattr(call, name)), None)
+    return call if rows is None else replace(call, **{rows: 1})
+
+
+def avoid(op: str, name: str, call: Any, reason: str) -> None:
+    """Let `auto` no longer pick a backend for a kind of calls, in this process. Asked for by name, it still runs.
+
+    Args:
+        op: a key of `BACKENDS`.
+        name: the backend.
+        call: a call of that kind (`kind_of`).
+        reason: why; stands among the refusals of later selections.
+
+    Example:
+        >>> avoid("topk", "triton", call, "fails the conformance gate: on normal operands: values: 3 differ")
+    """
+    _AVOIDED[op, name, kind_of(call)] = reason
+    _CACHE.clear()
+
+
+def is_avoided(op: str, name: str, call: Any) -> str:
+    """Return why `auto` does not pick a backend for a call; empty if it may."""
+    try:
+        return _AVOIDED.get((op, name, kind_of(call)), "") if _AVOIDED else ""
+    except TypeError:  # a symbolic shape has no hash
+        return ""
+
+
 def prepare(op: str, name: str, weight: QTensor, a: Spec) -> QTensor:
     """Lay a weight out for a backend and activations of Spec `a`; return it as is if the backend needs no layout."""
     return prepare_for(backend(op, name), weight, a)
@@ -253,6 +287,9 @@ def _select_first(op: str, call: Any, device: torch.device, prefer: str | None =
     for candidate in order:
         if (op, candidate) in BY_NAME and candidate != prefer:
             refusals[candidate] = BY_NAME[op, candidate]
+            continue
+        if why := is_avoided(op, candidate, call):
+            refusals[candidate] = why
             continue
         verdict = backend(op, candidate).supports(call, device)
         if verdict:

@@ -43,8 +43,7 @@ class KernelCall:
     @property
     def kind(self) -> "KernelCall":
         """The call with one row: calls that differ in their rows alone have the same kind."""
-        rows = next((name for name in ("m", "tokens", "requests") if hasattr(self.call, name)), None)
-        return self if rows is None else replace(self, call=replace(self.call, **{rows: 1}))
+        return replace(self, call=registry.kind_of(self.call))
 
     def __str__(self) -> str:
         return f"{self.op} on {self.backend}, {self.call}{', gradient' * self.gradient}"
