@@ -168,6 +168,7 @@ JOBS = (
     gpu("serving-generative", "serving_generative", "serving_h200.py --part generative --contexts 512,3000 --out {out} --limit 300", 360),
     gpu("serving-generative-3000", "serving_generative_3000", "serving_h200.py --part generative --variants fp8,bf16 --contexts 3000 --slas 100 --out {out} --limit 110", 150),
     gpu("serving-ranker", "serving_ranker", "serving_h200.py --part ranker --fronts 8 --generators 4 --out {out} --limit 200", 240),
+    gpu("serving-ranker-4096", "serving_ranker_4096", "serving_h200.py --part ranker --fronts 8 --generators 4 --rows 4096 --slas 100 --limit 62 --out {out}", 100),
     gpu("quality", "quality", "quality.py --root {data} --out {out} --processes 8", 600),
     gpu("mods", "ablation", "ablation.py --root {data} --out {out} --seeds 8 --processes 8 --seconds 480", 600),
     gpu("mods-latency", "ablation_latency", "ablation_latency.py --out {out} --modes infer --seconds 120", 200),

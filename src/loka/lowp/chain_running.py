@@ -66,11 +66,11 @@ class RunningChain(ChainWeights):
         """Return the chain's current tensors; without a seed nothing is dropped.
 
         Magnitudes are collected in training, while scales are unknown, and in serving to count saturation, but not in
-        evaluation between training steps.
+        evaluation between training steps, unless these steps run in eval mode, too.
         """
         norms = [None if part.folds else part.norm for part in self.parts]
         weights, biases = zip(*self._parameters(), strict=True)
-        counts = self.training or self.frozen is not None or not self.primed
+        counts = self.training or self.steps_in_eval or self.frozen is not None or not self.primed
         return ChainTensors(
             weights,
             biases,

@@ -26,6 +26,7 @@ class ChainScales:
 
     shared: "SharedInput | None" = None  # shared with chains that read the same tensor, in serving
     reads: int | None = None  # chains with the same number read the same tensor
+    steps_in_eval = False  # whether the last step ended in eval mode, as with a frozen trunk, or dropout switched off
     given: "list[tuple[Tensor, int]] | None" = None  # while inputs are recorded: each input and its version
 
     def __init__(self, config: ChainConfig) -> None:
@@ -106,7 +107,7 @@ class ChainScales:
         This synchronizes with the device only until all are known, and less and less often if that does not happen, as
         for gradients before a detach.
         """
-        self._unfiled = 0
+        self._unfiled, self.steps_in_eval = 0, not self.training
         if self.primed and self.gradients_primed:
             return
         self._asked += 1
