@@ -37,6 +37,8 @@ NORMS = [
     "block>e4m3:tensor:static|relu",
     "rms>e5m2:row",
     "layer>e4m3:tensor:static|gelu|affine|transpose",
+    "layer>bfloat16|silu|affine",
+    "block>float32|relu|residual",
 ]
 NORM_GRADIENTS = [
     "gradient layer>e4m3:tensor:delayed|silu|affine",
@@ -209,9 +211,12 @@ def test_the_slope_of_a_leaky_relu_is_the_calls_own(variant: str, slope: float) 
 @pytest.mark.parametrize("variant", NORMS)
 def test_a_wrong_norm_is_noticed(variant: str) -> None:
     adapter, call, operands = prepare("norm_quantize", variant)
-    for change in (code_off, scale_off):
+    for change in (code_off, scale_off) if call.spec else ():
         planted = Wrong(norm, lambda result, change=change: replace(result, q=change(result.q)))
         assert adapter.check(planted, call, operands).reason.startswith("q: ")
+    if call.out_dtype:
+        planted = Wrong(norm, lambda result: replace(result, y=row_off(result.y)))
+        assert adapter.check(planted, call, operands).reason.startswith("y: ")
     if call.residual:
         planted = Wrong(norm, lambda result: replace(result, h=result.h * 1.01))
         assert not adapter.check(planted, call, operands)

@@ -22,6 +22,7 @@ CALLS = [
     ("fused_linear", "e4m3:row@e4m3:row>bfloat16|relu|nonorm|bias", (16, 32, 48)),
     ("norm_quantize", "layer>e4m3:row|silu|affine", (16, 48, 0)),
     ("norm_quantize", "rms>e4m3:tensor:static|relu|transpose|bfloat16", (16, 48, 0)),
+    ("norm_quantize", "layer>bfloat16|silu", (16, 48, 0)),
     ("grouped_mm", "e4m3:row@e4m3:row|3", (24, 32, 16)),
     ("grouped_mm", "bfloat16|3", (24, 32, 16)),
     ("attention", "16x16", (3, 2, 12)),

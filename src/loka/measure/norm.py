@@ -2,7 +2,7 @@
 copy.
 
 A variant is `NORM>SPEC|option`, e.g. `rms>e4m3:row|hard_swish`. Options: an activation, affine, residual, transpose,
-and a dtype for the unquantized output. Gradients are `gradient NORM>...` (`norm_gradient`). Compared with float64
+and a dtype for the unquantized output; without quantization it is `NORM>DTYPE|option`. Gradients are `gradient NORM>...` (`norm_gradient`). Compared with float64
 (`rounding`): the float32 reference and a kernel may round an element between two codes differently.
 """
 
@@ -60,10 +60,10 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         norm, spec, options, activation = split_variant(variant, set(self.OPTIONS))
         if norm.startswith(norm_gradient.HEAD):
             return norm_gradient.parse(m, k, norm, spec, options, activation)
-        outputs = [DTYPES[option] for option in options if option in DTYPES]
+        outputs = [DTYPES[option] for option in (spec, *sorted(options)) if option in DTYPES]
         return NormCall(
-            m, k, Spec.parse(spec), norm, activation or "none", "affine" in options, "residual" in options,
-            out_dtype=outputs[0] if outputs else None, transpose="transpose" in options,
+            m, k, None if spec in DTYPES else Spec.parse(spec), norm, activation or "none", "affine" in options,
+            "residual" in options, out_dtype=outputs[0] if outputs else None, transpose="transpose" in options,
         )  # fmt: skip
 
     def spell(self, call: NormCall | NormGradientCall) -> str:
@@ -71,8 +71,10 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if isinstance(call, NormGradientCall):
             return norm_gradient.spell(call)
         options = [call.activation, *(name for name in ("affine", "residual", "transpose") if getattr(call, name))]
-        options += [name for name, dtype in DTYPES.items() if dtype == call.out_dtype]
-        return "|".join([f"{call.norm}>{call.spec}", *options])
+        plain = [name for name, dtype in DTYPES.items() if dtype == call.out_dtype]
+        if call.spec is None:
+            return "|".join([f"{call.norm}>{plain[0]}", *options])
+        return "|".join([f"{call.norm}>{call.spec}", *options, *plain])
 
     def operands(self, call: NormCall | NormGradientCall, *, seed: int, distribution: str, device: torch.device) -> Any:
         """Draw x, and the residual, parameters and scale if the call has them."""
@@ -87,7 +89,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if call.affine:
             noise = inputs.draw(2, call.k, seed=3 * seed + 2, **options)
             made |= {"weight": 1 + 0.3 * noise[0], "bias": 0.3 * noise[1]}
-        if cast(Spec, call.spec).mode != "dynamic":  # every variant has one
+        if call.spec is not None and call.spec.mode != "dynamic":
             made["scale"] = torch.full((), NORMALIZED_SCALE, device=device)
         return made
 
@@ -124,7 +126,9 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
             h = cast(Tensor, result.h)  # operands are never FP8 here
             y = exact() if operands["residual"] is None else self._exact(call, h, operands)
             error = FLOAT32 * y.abs().nan_to_num(0.0).amax(1, keepdim=True).expand_as(y) if y.numel() else y
-            verdicts = [judge_rounded(cast(QTensor, result.q), y, error, what="q")]
+            verdicts = []
+            if call.spec is not None:
+                verdicts.append(judge_rounded(cast(QTensor, result.q), y, error, what="q"))
             if call.transpose:
                 verdicts.append(judge_rounded(cast(QTensor, result.q_t), y.T, error.T, what="q_t"))
             if call.out_dtype is not None:
@@ -141,7 +145,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
     def _judge_amax(self, backend: Backend, call: NormCall, operands: dict[str, Any]) -> Conformance:
         """Check the amax, which is of y before dropout."""
         x = operands["x"]
-        if not x.numel() or cast(Spec, call.spec).mode == "dynamic":
+        if not x.numel() or call.spec is None or call.spec.mode == "dynamic":
             return Conformance(True, 0.0, 1.0)
         h = x if operands["residual"] is None else (x.float() + operands["residual"].float()).to(x.dtype)
         largest = self._exact(call, h, {**operands, "dropout": None}).abs().nan_to_num(0.0, 0.0, 0.0).max()
@@ -163,7 +167,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if isinstance(call, NormGradientCall):
             return None if call.kept is not None or call.residual else call
         made: NormCall = call
-        return None if made.spec is None or made.kept is not None or made.heads else made
+        return None if made.kept is not None or made.heads else made
 
     def baseline(self, call: NormCall | NormGradientCall, operands: Any) -> Thunk:
         """Return norm + activation in bf16 (RMS norm in place of block norm), without quantization."""
@@ -190,9 +194,9 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         rivals: list[Rival] = [("copy", copies, Conformance(True, 0.0, 0.0))]
         alone = QuantizeCall(call.m, call.k, call.spec, call.in_dtype)
         backend = registry.backend("quantize", "triton")
-        if backend.supports(alone, first.device):
+        if call.spec is not None and backend.supports(alone, first.device):
             thunks: list[Thunk] = [partial(backend.run, o["x"], call.spec, scale=o["scale"]) for o in sets]
-            expected = quantize(first, cast(Spec, call.spec), scale=sets[0]["scale"])
+            expected = quantize(first, call.spec, scale=sets[0]["scale"])
             rivals.append(("quantize", thunks, conformance.check_quantized(thunks[0]()[0], expected)))
         return rivals
 
@@ -202,7 +206,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
             return norm_gradient.bytes_moved(call)
         item = call.in_dtype.itemsize
         extra = 2 * item * call.residual + (call.out_dtype.itemsize if call.out_dtype else 0)
-        return call.m * call.k * (item + 1 + call.transpose + extra)
+        return call.m * call.k * (item + (call.spec is not None) + call.transpose + extra)
 
 
 def _judge_statistics(result: NormResult, call: NormCall, h: Tensor) -> list[Conformance]:
