@@ -14,6 +14,8 @@ from loka.formats import QTensor, Spec
 from loka.kernels import registry
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
 from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, SwigluCall
+from loka.kernels.route.call import RouterCall
+from loka.kernels.topk.call import BeamTopkCall
 from loka.measure.adapter import adapter_for
 from loka.measure.gate import judge_backend
 from loka.measure.grouped import group_offsets
@@ -228,9 +230,8 @@ def test_an_attention_that_rounds_its_weights_to_16_bits_passes_where_keys_are_e
 def judge_planted(op: str, call: Any, **parts: Any) -> Any:
     """The verdict on a call of a model, by the reference with some functions replaced."""
     law, adapter = registry.backend(op, "reference"), adapter_for(op)
-    given = {
-        name: partial(getattr(law, name)) for name in ("run", "ancestors", "permute", "gather") if hasattr(law, name)
-    }
+    names = ("run", "run_sorted", "beams", "ancestors", "permute", "gather")
+    given = {name: partial(getattr(law, name)) for name in names if hasattr(law, name)}
     backend = SimpleNamespace(supports=law.supports, **(given | parts))
     return judge_backend(op, backend, adapter.adopt(call), "cpu", moved=False)
 
@@ -316,3 +317,36 @@ def test_a_kernel_that_changes_its_operands_is_red() -> None:
     assert judge_planted("grouped_mm", call)
     verdict = judge_planted("grouped_mm", call, gather=gather)
     assert "writes into its operands" in verdict.reason
+
+
+def test_both_forms_of_routing_are_judged() -> None:
+    """An engine's visits are sorted, which its calls do not say."""
+    law = registry.backend("route", "reference")
+
+    def turn(form):
+        def run(*given, **options):
+            *rest, gates = form(*given, **options)
+            return *rest, gates.flip(1)
+
+        return run
+
+    call = RouterCall(40, 32, 8, 3)
+    assert judge_planted("route", call)
+    assert not judge_planted("route", call, run=turn(law.run))
+    assert not judge_planted("route", call, run_sorted=turn(law.run_sorted))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("output", [1, 2], ids=["beams", "codes"])
+def test_a_search_that_returns_other_places_with_its_own_sums_is_red(output: int, masked: bool) -> None:
+    law = registry.backend("topk", "reference")
+
+    def beams(*given, lse=None, **options):
+        found = list(law.beams(*given, lse=lse, **options))
+        if lse is None:
+            found[output] = torch.where(found[output] > 0, found[output] - 1, found[output])
+        return tuple(found)
+
+    call = BeamTopkCall(2, 6, 50, 6, masked=masked)
+    assert judge_planted("topk", call)
+    assert not judge_planted("topk", call, beams=beams)
