@@ -166,5 +166,7 @@ def test_the_meter_tells_the_time_left(capsys: pytest.CaptureFixture[str]) -> No
     meter("second", 1, 10)  # too soon
     meter("", 10, 10)
     assert capsys.readouterr().err.splitlines() == ["work: 0 of 10, first", "work: 10 of 10, 0 s left"]
+    meter("third", 0, 10)  # another part of the work
+    assert capsys.readouterr().err.splitlines() == ["work: 0 of 10, third"]
     assert spell_seconds(90) == "90 s"
     assert spell_seconds(600) == "10 min"

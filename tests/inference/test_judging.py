@@ -1,6 +1,7 @@
 """The engine judges the kernels of a bucket when it first runs: with a wrong one it answers nothing."""
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tests.planted import SINGLE, plant
 from torch import Tensor
 
-from loka.inference import Engine, EngineConfig
+from loka.inference import Engine, EngineConfig, tuning
 from loka.inference.engine import JUDGED
 from loka.kernels import registry
 from loka.kernels.grouped_mm import reference as grouped_law
@@ -71,6 +72,33 @@ def test_references_are_not_judged() -> None:
     engine.generate(make_requests(model, (3, 7)))
     assert not engine.judge.judged
     assert not engine.judge.notes
+
+
+def test_a_wrong_kernel_that_the_engine_chose_by_the_number_of_rows_is_replaced_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, few rows are multiplied by our own kernel: nobody has asked for it by name."""
+    monkeypatch.setattr(registry, "_AVOIDED", {})
+    law, usual = importlib.import_module("loka.kernels.scaled_mm.reference"), tuning._usual_backend
+
+    def as_on_a_gpu(linear: Any, rows: int, *more: Any) -> str:
+        weight = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=linear.weight.shape)
+        return usual(SimpleNamespace(bound=linear.bound, weight=weight), rows, *more)
+
+    model, engine = make()
+    requests = make_requests(model, (3,))
+    expected = engine.generate(requests)
+    monkeypatch.setattr(tuning, "_usual_backend", as_on_a_gpu)
+    plant(monkeypatch, "scaled_mm", law, run=lambda *given, **options: 1.5 * law.run(*given, **options))
+    monkeypatch.setitem(registry._LOADED, "scaled_mm.triton", registry._LOADED["scaled_mm.planted"])
+    monkeypatch.setitem(registry.BACKENDS, "scaled_mm", ("torch", "triton", "reference"))
+    monkeypatch.setitem(registry._LOADED, "scaled_mm.torch", law)
+    registry._CACHE.clear()
+    model, engine = make(tune=False)
+    with pytest.warns(UserWarning, match="scaled_mm runs on torch, since scaled_mm on triton, .* fails the"):
+        found = engine.generate(requests)
+    assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
+    assert engine.generate(requests)
 
 
 @pytest.mark.gpu

@@ -12,8 +12,10 @@ import loka.kernels
 from loka.formats import Spec
 from loka.kernels import BACKENDS, UnsupportedError, Verdict, pick, registry, verdicts
 from loka.kernels.backend import YES, no, require_library
+from loka.kernels.embedding_bag.call import BagCall
 from loka.kernels.quantize import QuantizeCall, quantize
 from loka.kernels.scaled_mm import MatmulCall, scaled_mm
+from loka.kernels.topk.call import TopkCall
 
 CPU = torch.device("cpu")
 ROWS = [(op, name) for op, names in BACKENDS.items() for name in names]
@@ -264,3 +266,19 @@ def test_listeners_of_several_threads_may_begin_and_end_in_any_order() -> None:
     second.__exit__(None, None, None)
     registry.pick("quantize", "reference", call, torch.device("cpu"))
     assert heard == {"first": 1, "second": 2}
+
+
+def test_calls_that_differ_in_their_rows_are_of_one_kind() -> None:
+    assert registry.kind_of(TopkCall(8, 100, 5)) == registry.kind_of(TopkCall(3, 100, 5))
+    assert registry.kind_of(TopkCall(8, 100, 5)) != registry.kind_of(TopkCall(8, 99, 5))
+    assert registry.kind_of(BagCall(500, 64, 8, 80)) == registry.kind_of(BagCall(500, 64, 3, 80))
+    assert registry.kind_of(BagCall(500, 64, 8, 80)) != registry.kind_of(BagCall(400, 64, 8, 80))  # another table
+
+
+def test_what_is_avoided_for_one_number_of_rows_is_avoided_for_all(monkeypatch) -> None:
+    monkeypatch.setattr(registry, "_AVOIDED", {})
+    call = TopkCall(8, 100, 5)
+    registry.avoid("topk", "reference", call, "wrong")
+    assert registry.is_avoided("topk", "reference", TopkCall(3, 100, 5)) == "wrong"
+    assert not registry.is_avoided("topk", "reference", TopkCall(3, 100, 6))
+    registry._CACHE.clear()

@@ -12,7 +12,10 @@ import torch
 from forked import run_script
 from loka.formats import QTensor, Spec
 from loka.kernels import registry
+from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
 from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, SwigluCall
+from loka.kernels.route.call import RouterCall
+from loka.kernels.topk.call import BeamTopkCall
 from loka.measure.adapter import adapter_for
 from loka.measure.gate import judge_backend
 from loka.measure.grouped import group_offsets
@@ -222,3 +225,128 @@ def test_an_attention_that_rounds_its_weights_to_16_bits_passes_where_keys_are_e
     assert verdict, verdict.reason
     backend = SimpleNamespace(supports=law.supports, run=lambda *given, **scale: flash(*given, **scale) * 1.02)
     assert not judge_backend("beam_attention", backend, call, "cpu")
+
+
+def judge_planted(op: str, call: Any, **parts: Any) -> Any:
+    """The verdict on a call of a model, by the reference with some functions replaced."""
+    law, adapter = registry.backend(op, "reference"), adapter_for(op)
+    names = ("run", "run_sorted", "beams", "ancestors", "permute", "gather")
+    given = {name: partial(getattr(law, name)) for name in names if hasattr(law, name)}
+    backend = SimpleNamespace(supports=law.supports, **(given | parts))
+    return judge_backend(op, backend, adapter.adopt(call), "cpu", moved=False)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_an_attention_that_ignores_the_lengths_of_requests_is_red(requests: int) -> None:
+    """An engine pads requests, but its calls do not say that."""
+    law = registry.backend("beam_attention", "reference")
+
+    def run(q, k, v, lengths, *, scale):
+        return law.run(q, k, v, torch.full_like(lengths, k.shape[1]), scale=scale)
+
+    call = BeamAttentionCall(requests, 5, 4, 2, 40, 16)
+    assert judge_planted("beam_attention", call)
+    assert not judge_planted("beam_attention", call, run=run)
+
+
+def keep_in_the_last_step(q, k, v, keys, values, table, *, keep, **options):
+    if keep:
+        keys[-1, :, : q.shape[1]], values[-1, :, : q.shape[1]] = k, v
+    return registry.backend("beam_attention", "reference").ancestors(
+        q, k, v, keys, values, table, keep=False, **options
+    )
+
+
+def take_beams_for_the_width(q, k, v, keys, values, table, **options):
+    steps, requests, width, *rest = keys.shape
+    sizes = steps, requests, q.shape[1], *rest
+    mine = [t.flatten()[: t.numel() // width * q.shape[1]].view(sizes) for t in (keys, values)]
+    return registry.backend("beam_attention", "reference").ancestors(
+        q, k, v, *mine, table.clamp(max=q.shape[1] - 1), **options
+    )
+
+
+def keep_in_every_other_call():
+    calls = []
+
+    def ancestors(*given, keep, **options):
+        calls.append(1)
+        law = registry.backend("beam_attention", "reference")
+        return law.ancestors(*given, keep=keep and len(calls) % 2 == 1, **options)
+
+    return ancestors
+
+
+def take_rows_as_contiguous(q, k, v, *given, **options):
+    flat = [t.as_strided(t.shape, q.contiguous().stride()) for t in (q, k, v)]
+    return registry.backend("beam_attention", "reference").ancestors(*flat, *given, **options)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    "wrong",
+    [keep_in_the_last_step, take_beams_for_the_width, keep_in_every_other_call(), take_rows_as_contiguous],
+    ids=["slot", "width", "every other call", "strides"],
+)
+def test_a_step_is_judged_on_operands_like_the_engines(wrong: Any, steps: int) -> None:
+    """Their cache has room for more steps and beams, and what a step keeps is not there before."""
+    call = AncestorAttentionCall(2, 5, 4, steps, 16, keep=True)
+    assert judge_planted("beam_attention", call)
+    assert not judge_planted("beam_attention", call, ancestors=wrong)
+
+
+def test_a_permutation_that_is_wrong_where_an_expert_has_no_rows_is_red() -> None:
+    def permute(ids, experts):
+        order, offsets, inverse = registry.backend("grouped_mm", "reference").permute(ids, experts)
+        empty = (offsets[1:] == offsets[:-1]).nonzero().flatten()
+        offsets[empty] = 0
+        return order, offsets, inverse
+
+    call = MoveCall(500, 2, 8)
+    assert judge_planted("grouped_mm", call)
+    assert not judge_planted("grouped_mm", call, permute=permute)
+
+
+def test_a_kernel_that_changes_its_operands_is_red() -> None:
+    """What follows of the changed ones is right."""
+
+    def gather(x, permutation):
+        return registry.backend("grouped_mm", "reference").gather(x.clamp_(min=-1), permutation)
+
+    call = MoveCall(20, 3, 4, torch.bfloat16, "gather", 64)
+    assert judge_planted("grouped_mm", call)
+    verdict = judge_planted("grouped_mm", call, gather=gather)
+    assert "writes into its operands" in verdict.reason
+
+
+def test_both_forms_of_routing_are_judged() -> None:
+    """An engine's visits are sorted, which its calls do not say."""
+    law = registry.backend("route", "reference")
+
+    def turn(form):
+        def run(*given, **options):
+            *rest, gates = form(*given, **options)
+            return *rest, gates.flip(1)
+
+        return run
+
+    call = RouterCall(40, 32, 8, 3)
+    assert judge_planted("route", call)
+    assert not judge_planted("route", call, run=turn(law.run))
+    assert not judge_planted("route", call, run_sorted=turn(law.run_sorted))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("output", [1, 2], ids=["beams", "codes"])
+def test_a_search_that_returns_other_places_with_its_own_sums_is_red(output: int, masked: bool) -> None:
+    law = registry.backend("topk", "reference")
+
+    def beams(*given, lse=None, **options):
+        found = list(law.beams(*given, lse=lse, **options))
+        if lse is None:
+            found[output] = torch.where(found[output] > 0, found[output] - 1, found[output])
+        return tuple(found)
+
+    call = BeamTopkCall(2, 6, 50, 6, masked=masked)
+    assert judge_planted("topk", call)
+    assert not judge_planted("topk", call, beams=beams)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor
+from loka.formats import QTensor, Spec, quantize
 from loka.kernels import registry
 from loka.measure.adapter import adapter_for
 from loka.measure.conformance import Conformance
 from loka.measure.gate import judge_backend
 from loka.measure.inputs import draw
+from loka.measure.rounding import judge_rounded
 
 LAYER = "e4m3:tensor@e4m3:tensor>e4m3:tensor:static"
 CALLS = [
@@ -68,6 +69,15 @@ def test_the_law_passes_and_a_kernel_that_loses_nan_does_not(
     verdict = judge(op, variant, shape, lose_nan)
     assert not verdict
     assert "on nan_row operands" in verdict.reason
+
+
+def test_infinity_is_not_nan() -> None:
+    """E5M2 has both."""
+    exact = torch.tensor([[1.0, torch.nan, 2.0]], dtype=torch.float64)
+    q = quantize(exact.float(), Spec.parse("e5m2:tensor:static"), scale=torch.ones(()))
+    assert judge_rounded(q, exact, torch.zeros_like(exact))
+    wrong = replace(q, data=q.data.float().nan_to_num(torch.inf).to(q.data.dtype))
+    assert not judge_rounded(wrong, exact, torch.zeros_like(exact))
 
 
 @pytest.mark.parametrize(("op", "variant", "shape"), CALLS)

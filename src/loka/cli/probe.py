@@ -189,18 +189,19 @@ def keeping(state: Path | None) -> Iterator[None]:
 class Meter:
     """Print progress and the remaining time to stderr, at most one line every `TELL_EVERY` seconds.
 
-    A part of the work with another total begins anew: its time says nothing about that of the next one.
+    Where less is done than before, or of another total, another part of the work has begun: it is timed by itself.
     """
 
     def __init__(self, what: str) -> None:
-        self._what, self._total = what, 0
+        self._what, self._done, self._total = what, 0, 0
         self._started, self._told = 0.0, -math.inf
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """Report that `done` of `total` are finished and `name` is next."""
         now = time.monotonic()
-        if total != self._total:
+        if total != self._total or done < self._done:
             self._total, self._started, self._told = total, now, -math.inf
+        self._done = done
         if now - self._told < TELL_EVERY and done < total:
             return
         self._told = now

@@ -168,16 +168,7 @@ class Engine:
 
     def _make(self, bucket: Bucket) -> Prepared:
         rows = bucket[0]
-        widest = max(beam_widths(self.model_config.codebooks, self.config.beams)[:-1])
-        decoder = Decoder(
-            self.model_config,
-            self.tuning.tuned(rows),
-            self.tuning.tuned(rows * widest),
-            self.context,
-            self.constraints,
-            self.glue,
-            beams=self.config.beams,
-        )
+        decoder = self._make_decoder(rows)
         padded = pad_requests([], self.model_config, bucket)
         static = None if padded.static is None else padded.static.to(self.device)
         inputs = Inputs(padded.codes.to(self.device), padded.lengths.to(self.device), static)
@@ -187,6 +178,18 @@ class Engine:
         self.captures += 1
         return made
 
+    def _make_decoder(self, rows: int) -> Decoder:
+        widest = max(beam_widths(self.model_config.codebooks, self.config.beams)[:-1])
+        return Decoder(
+            self.model_config,
+            self.tuning.tuned(rows),
+            self.tuning.tuned(rows * widest),
+            self.context,
+            self.constraints,
+            self.glue,
+            beams=self.config.beams,
+        )
+
     def _generate(self, made: Prepared) -> Found:
         """Run a bucket eagerly. The first time, judge the kernels that ran; where one is wrong, run others, or raise.
 
@@ -195,19 +198,25 @@ class Engine:
         if made.judged:
             return made.decoder.generate(made.inputs, made.caches)
         found: list[Found] = []
+        notes: list[str] = []
         run = lambda: found.append(made.decoder.generate(made.inputs, made.caches))  # noqa: E731
         while wrong := self.judge.find_wrong(new := self._find_new(run)):
-            self._replace(wrong)
+            notes += self._replace(wrong)
+            self.tuning.forget()  # what it chose by the number of rows may be what is wrong
+            made.decoder = self._make_decoder(made.inputs.codes.shape[0])
         self._judged |= {one.kind for one in new}
         made.judged = True
+        for note in notes:
+            self.judge.notes.append(note)
+            warnings.warn(note, stacklevel=2)
         return found[-1]
 
     def _find_new(self, run: Callable[[], object]) -> list[KernelCall]:
         """Return the calls of a run that are to be judged and whose kind was not."""
         return [one for one in find_calls(run) if _is_judged(one) and one.kind not in self._judged]
 
-    def _replace(self, wrong: dict[KernelCall, str]) -> None:
-        """Let `auto` pick other backends for wrong kernels, with a warning. Raise if that is not possible for all."""
+    def _replace(self, wrong: dict[KernelCall, str]) -> list[str]:
+        """Let `auto` pick other backends for wrong kernels. Return what to say; raise if that is not possible for all."""
         fixed = dict(self.config.backends)
         instead = {one: None if one.op in fixed else _find_other(one, self.device) for one in wrong}
         if None in instead.values():
@@ -216,11 +225,12 @@ class Engine:
             raise ValueError(
                 f"the engine runs kernels that fail the conformance gate:\n  {told}\nhint: name another backend, as in {hint}"
             )
-        for one, other in instead.items():
-            registry.avoid(one.op, one.backend, one.call, f"fails the conformance gate: {wrong[one]}")
-            note = f"{one.op} runs on {other}, since {one} fails the conformance gate: {wrong[one]}"
-            self.judge.notes.append(note)
-            warnings.warn(note, stacklevel=2)
+        for one, why in wrong.items():
+            registry.avoid(one.op, one.backend, one.call, f"fails the conformance gate: {why}")
+        return [
+            f"{one.op} runs on {other}, since {one} fails the conformance gate: {wrong[one]}"
+            for one, other in instead.items()
+        ]
 
     def _capture(self, made: Prepared) -> None:
         """Warm up on a side stream, as CUDA graph capture requires, then capture."""

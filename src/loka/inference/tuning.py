@@ -87,6 +87,10 @@ class Tuning:
             self._made[rows] = self._tune(rows) if self.measure else self._choose_by_order(rows)
         return self._made[rows]
 
+    def forget(self) -> None:
+        """Choose anew for numbers of rows that are asked for from now on, as after a backend was found to be wrong."""
+        self._made.clear()
+
     @property
     def database(self) -> Database:
         """The performance database, opened on first use."""
@@ -105,7 +109,7 @@ class Tuning:
                 ffn = replace(ffn, fused=_has_fused(ffn, self.dtype))
             linears = {role: getattr(block, role) for role in ROLES}
             if "scaled_mm" not in self.fixed:
-                linears = {role: m.on(_usual_backend(m, rows)) for role, m in linears.items()}
+                linears = {role: m.on(_usual_backend(m, rows, self.dtype)) for role, m in linears.items()}
             blocks.append(replace(block, ffn=ffn, **linears))
         return replace(self.packed, blocks=blocks)
 
@@ -135,7 +139,7 @@ class Tuning:
         for role, found in linears.items():
             low = next((m for m in found if m.bound is not None), None)
             if low is not None:
-                jobs[role], refused[role] = _job_of(low, rows, device)
+                jobs[role], refused[role] = _job_of(low, rows, device, self.dtype)
         if any(job.candidates for job in jobs.values()):
             tune(list(jobs.values()), self.database, device, seconds=SECONDS)
         chosen = {}
@@ -169,7 +173,7 @@ class Tuning:
         return won.removesuffix(" fused"), won.endswith(" fused")
 
 
-def _usual_backend(linear: PackedLinear, rows: int) -> str:
+def _usual_backend(linear: PackedLinear, rows: int, dtype: torch.dtype) -> str:
     """Return the backend of an unmeasured linear: on a GPU one for few rows or for many, else what it runs on."""
     way, device = linear.bound, linear.weight.device
     if way is None or device.type != "cuda" or not {way.a.block, way.b.block} <= {ROW, TENSOR}:
@@ -180,22 +184,28 @@ def _usual_backend(linear: PackedLinear, rows: int) -> str:
         name = "triton"
     elif fills(rows, n, torch.cuda.get_device_properties(device).multi_processor_count):
         name = "cublaslt"  # no memset in front of every product
-    usable = name is not None and registry.backend("scaled_mm", name).supports(way.call(rows, k, n), device)
-    return name if name is not None and usable else way.backend
+    call = way.call(rows, k, n, dtype)
+    if name is None or registry.is_avoided("scaled_mm", name, call):
+        return way.backend
+    return name if registry.backend("scaled_mm", name).supports(call, device) else way.backend
 
 
-def _job_of(linear: PackedLinear, rows: int, device: torch.device) -> tuple[SiteJob, dict[str, str]]:
-    """Return what to measure for a linear, on the backends that support it, and why the others do not."""
+def _job_of(
+    linear: PackedLinear, rows: int, device: torch.device, dtype: torch.dtype
+) -> tuple[SiteJob, dict[str, str]]:
+    """Return what to measure for a linear, on the backends that support it, and why not on the others."""
     assert linear.bound is not None
     (n, k), way = linear.weight.shape, linear.bound
-    call = way.call(rows, k, n)
+    call = way.call(rows, k, n, dtype)
     able, refused = [], {}
     for name in registry.BACKENDS["scaled_mm"]:
+        if name == "reference":
+            continue
         verdict = registry.backend("scaled_mm", name).supports(call, device)
-        if name != "reference" and verdict:
+        if reason := registry.is_avoided("scaled_mm", name, call) or verdict.reason:
+            refused[name] = reason
+        else:
             able.append(way.on(name))
-        elif name != "reference":
-            refused[name] = verdict.reason
     return SiteJob("fprop", rows, k, n, tuple(able), "cached"), refused
 
 

@@ -45,8 +45,8 @@ BY_NAME: dict[tuple[str, str], str] = {
     ("embedding_bag", "fbgemm"): "must be asked for by name: otherwise results would depend on what is installed",
 }
 
-# Fields of calls that say how many rows an op has: its kernels are the same for any number.
-ROWS = ("m", "tokens", "requests")
+# Fields of calls that say how many rows an op has: its kernels are the same for any number. Of lookups, `rows` are the table's.
+ROWS = ("m", "tokens", "requests", "bags", "rows")
 
 _AVOIDED: dict[tuple[str, str, Any], str] = {}  # op, backend, kind of calls: why `auto` does not pick it, see `avoid`
 _LOADED: dict[str, ModuleType] = {}

@@ -57,18 +57,25 @@ def spell(call: AncestorAttentionCall) -> str:
 
 
 def draw(call: AncestorAttentionCall, *, seed: int, distribution: str, device: torch.device) -> AncestorOperands:
-    """Draw cached keys from the distribution, the rest normal, and random ancestors."""
+    """Draw cached keys from the distribution, the rest normal, and random ancestors.
+
+    As in the engine, the cache has room for more steps and beams than the step has, and q, k and v lie in one tensor.
+    With a NaN among the keys there is another in q, since no beam may have the key's as an ancestor.
+    """
 
     def vectors(part: int, *sizes: int, kind: str = "normal") -> Tensor:
         rows = math.prod(sizes) * call.heads
         made = inputs.draw(rows, call.d, distribution=kind, seed=8 * seed + part, device=device, dtype=call.dtype)
         return made.view(*sizes, call.heads, call.d)
 
-    q, k, v = (vectors(part, call.requests, call.beams) for part in range(3))
-    cache = call.steps + 1, call.requests, call.beams
+    kinds = distribution if distribution == "nan_row" else "normal", "normal", "normal"
+    new = [vectors(part, call.requests, call.beams, kind=kind) for part, kind in enumerate(kinds)]
+    q, k, v = torch.stack(new, 2).unbind(2)
+    width = call.beams + 1
+    cache = call.steps + 2, call.requests, width
     generator = torch.Generator(device=device).manual_seed(8 * seed + 5)
     sizes = (call.steps, call.requests, call.beams)
-    table = torch.randint(0, call.beams, sizes, generator=generator, device=device, dtype=torch.int32)
+    table = torch.randint(0, width, sizes, generator=generator, device=device, dtype=torch.int32)
     return AncestorOperands(q, k, v, vectors(3, *cache, kind=distribution), vectors(4, *cache), table)
 
 
@@ -99,11 +106,17 @@ def compare(
         allowed: the tolerance of a result that is not quantized.
     """
     mine = replace(o, keys=o.keys.clone(), values=o.values.clone())
+    step = make_thunk(backend, call, mine)
+
+    def run() -> Tensor | QTensor:
+        mine.keys.copy_(o.keys)  # without what the call before has kept
+        mine.values.copy_(o.values)
+        return step()
 
     def judge(made: Tensor | QTensor) -> Conformance:
         keys, values = o.keys.clone(), o.values.clone()
         if call.keep:
-            keys[call.steps], values[call.steps] = o.k, o.v
+            keys[call.steps, :, : call.beams], values[call.steps, :, : call.beams] = o.k, o.v
         if not (unchanged(mine.keys, keys) and unchanged(mine.values, values)):
             return Conformance.failed("the cache is not what the step must leave", allowed)
         if isinstance(made, QTensor):
@@ -112,7 +125,7 @@ def compare(
             return judge_rounded(made, wide, error)
         return conformance.judge(made.reshape(-1, call.d), law(), allowed, call.dtype)
 
-    return judge_twice(make_thunk(backend, call, mine), judge)
+    return judge_twice(run, judge)
 
 
 def bytes_moved(call: AncestorAttentionCall) -> int:

@@ -107,6 +107,24 @@ def refill(held: Any, new: Any) -> Any:
     return new
 
 
+def same_values(x: Any, y: Any) -> bool:
+    """Check whether the tensors of two operands of the same structure (see `refill`) are bitwise equal.
+
+    Example:
+        >>> same_values(operands, copy.deepcopy(operands))
+        True
+    """
+    if isinstance(x, Tensor):
+        return x is y or unchanged(x, y)
+    if isinstance(x, dict):
+        return all(same_values(value, y[name]) for name, value in x.items())
+    if isinstance(x, tuple | list):
+        return all(same_values(one, other) for one, other in zip(x, y, strict=True))
+    if is_dataclass(x) and not isinstance(x, type | Spec):
+        return all(same_values(getattr(x, f.name), getattr(y, f.name)) for f in fields(x))
+    return True
+
+
 class Surroundings:
     """The memory around some tensors, to see whether a kernel has written to it.
 

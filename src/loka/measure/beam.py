@@ -61,10 +61,16 @@ class BeamAttention(Op[Call]):
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
 
     def adopt(self, call: Any) -> Call | None:
-        """See `Op.adopt`. A context in FP8 is not checked: queries are rounded, too, by a scale of their own."""
+        """See `Op.adopt`. A model's requests differ in length.
+
+        A context in FP8 is not checked: queries are rounded, too, by a scale of their own.
+        """
         if isinstance(call, AncestorAttentionCall):
             return call
-        return None if getattr(call, "cache", None) is not None else super().adopt(call)
+        made = super().adopt(call)
+        if not isinstance(made, RaggedCall) or made.cache is not None:
+            return None
+        return made if made is call else replace(made, ragged=True)
 
     def shape(self, call: Call) -> dict[str, int]:
         """See `Op.shape`. The context of a decode step is its earlier steps."""
@@ -89,7 +95,10 @@ class BeamAttention(Op[Call]):
         return spell_variant(f"{call.heads}/{call.groups}x{call.d}", call, ("shared", "ragged"))
 
     def operands(self, call: Call, *, seed: int, distribution: str, device: torch.device) -> Any:
-        """Draw keys from the distribution, the rest normal; ragged lengths from a third to all of the context."""
+        """Draw keys from the distribution, the rest normal; ragged lengths from a third to all of the context.
+
+        A single request has all of it or, with every other seed, two thirds.
+        """
         if isinstance(call, AncestorAttentionCall):
             return ancestors.draw(call, seed=seed, distribution=distribution, device=device)
 
@@ -103,8 +112,10 @@ class BeamAttention(Op[Call]):
         v = k if call.shared else draw(rows, 2).view(context)
         lengths = torch.full((call.requests,), call.length, dtype=torch.int32, device=device)
         if call.ragged:
-            steps = torch.arange(call.requests, device=device) * 2 * call.length // (3 * max(call.requests - 1, 1))
-            lengths = (call.length - steps).to(torch.int32)
+            shorter = torch.arange(call.requests, device=device) * 2 * call.length // (3 * max(call.requests - 1, 1))
+            lengths = (call.length - shorter).to(torch.int32)
+            if call.requests == 1 and seed % 2:
+                lengths -= call.length // 3
         return BeamOperands(q, k, v, lengths, distribution == "alike_rows")
 
     def thunk(self, backend: Backend, call: Call, operands: Any) -> Thunk:

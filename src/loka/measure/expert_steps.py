@@ -38,12 +38,14 @@ class MoveOperands:
 
 
 def draw(call: StepCall, *, seed: int, distribution: str, device: torch.device) -> Tensor | MoveOperands:
-    """Draw rows from the distribution; experts are random, and each token's differ."""
+    """Draw rows from the distribution; experts are random, and each token's differ. One has no rows."""
     options: dict[str, Any] = {"distribution": distribution, "device": device}
     if isinstance(call, SwigluCall):
         return inputs.draw(call.m, 2 * call.f, seed=seed, dtype=call.in_dtype, **options)
     generator = torch.Generator(device=device).manual_seed(3 * seed)
     chances = torch.rand(call.tokens, call.experts, generator=generator, device=device)
+    if call.experts > call.top:
+        chances[:, seed % call.experts] = -1.0
     ids = chances.topk(call.top, 1).indices
     permutation = Permutation(*reference.permute(ids, call.experts), call.top)
     rows = call.tokens * call.top if call.step == "combine" else call.tokens

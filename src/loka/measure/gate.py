@@ -14,7 +14,8 @@ comes from another thread and, on a GPU, another stream, as those of a backward 
 which has fewer sets, runs rounds 2 and 3 twice.
 
 Every other op runs on five distributions of `inputs` through its benchmark adapter, six times on each, every second time
-in the buffers of the others, and at last on operands with a NaN, where the exact result says where it must be seen.
+in the buffers of the others, and at last on operands with a NaN, where the exact result says where it must be seen. Its
+operands must not change.
 
 The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
 with the first bit by bit and, if they differ, with the exact one: a kernel may add in another order each time, but must
@@ -54,7 +55,7 @@ from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm import reference as matmul_reference
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.adapter import Quantize, adapter_for
-from loka.measure.arrangement import Arrangement, Place, Surroundings, refill, unchanged
+from loka.measure.arrangement import Arrangement, Place, Surroundings, refill, same_values, unchanged
 from loka.measure.comparison import Product, compare_product
 from loka.measure.conformance import (
     Conformance,
@@ -445,11 +446,14 @@ def _judge_other(op: str, backend: Any, call: Any, device: torch.device, *, move
         if name == "nan_row" and not adapter.shows_nan(call):
             continue
         operands = adapter.operands(call, seed=seed, distribution=name, device=device)
-        held = copy.deepcopy(operands) if held is None else held
+        # the memory of all sets, which exposes what is cached by address; whichever is not used is as it was
+        held = copy.deepcopy(operands) if held is None else refill(held, operands)
         exact = cache(partial(adapter.exact, call, operands))  # the most expensive part, so once for all rounds
         for turn in range(rounds):
-            # every other round in the memory of other sets: exposes what is cached by address
-            verdict = adapter.compare(backend, call, refill(held, operands) if turn % 2 else operands, exact)
+            used, kept = (held, operands) if turn % 2 else (operands, held)
+            verdict = adapter.compare(backend, call, used, exact)
+            if not same_values(used, kept):
+                return Conformance.failed(f"on {name} operands: it writes into its operands", verdict.tolerance)
             if not verdict and not verdict.error <= OTHER_HEADROOM * verdict.tolerance:
                 return Conformance(False, verdict.error, verdict.tolerance, f"on {name} operands: {verdict.reason}")
             verdict = replace(verdict, ok=True, reason="")

@@ -99,6 +99,8 @@ def judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, *, what: 
         values, exact = (
             torch.where(values.abs() + error >= largest, x.clamp(-largest, largest), x) for x in (values, exact)
         )
+    if wrong := int((values.isnan() != exact.isnan()).sum()):
+        return Conformance.failed(f"{what}: {wrong} elements differ in being NaN", 1.0)
     finite = exact.isfinite()
     if not torch.equal(values.isfinite(), finite):
         wrong = int((values.isfinite() != finite).sum())

@@ -10,7 +10,7 @@ many equal scores) everything must equal the reference, ties included.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ class Route(Op[SortedRouterCall]):
     DIMENSIONS = ("tokens", "k", "experts")
     VARIANTS = ("top=3", "top=3|always|sorted")
 
+    def adopt(self, call: Any) -> SortedRouterCall | None:
+        """See `Op.adopt`. A kernel's call does not say whether visits were sorted, so both forms are judged."""
+        made = super().adopt(call)
+        return made if made is None or made is call else replace(made, sorted=True)
+
     def parse(self, shape: Shape, variant: str) -> SortedRouterCall:
         """See `Op.parse`: tokens, width, experts and `top=T`."""
         spelled = f"top=T[|always][|sorted][|dtype]; e.g. {self.VARIANTS[1]}"
@@ -81,7 +86,16 @@ class Route(Op[SortedRouterCall]):
         return lambda: run(o.x, o.weight, o.balance, call.top, always=call.always)
 
     def check(self, backend: Any, call: SortedRouterCall, operands: RouterOperands) -> Conformance:
-        """Check by scores in float64, and for equality where sums are exact; plain and with poisoned allocations."""
+        """Check by scores in float64, and for equality where sums are exact; plain and with poisoned allocations.
+
+        A sorted call is checked without sorting, too.
+        """
+        verdict = self._check(backend, call, operands)
+        if not verdict or not call.sorted:
+            return verdict
+        return worst_of([verdict, self._check(backend, replace(call, sorted=False), operands)])
+
+    def _check(self, backend: Any, call: SortedRouterCall, operands: RouterOperands) -> Conformance:
         near = judge_twice(
             self.thunk(backend, call, operands), lambda result: _judge(_undo_sorting(call, result), call, operands)
         )

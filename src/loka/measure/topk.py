@@ -114,7 +114,9 @@ class Topk(Op[TopkCall | BeamTopkCall]):
             lambda: backend.beams(o.logits, o.scores, call.k, mask=o.mask, lse=o.lse),
             lambda result: _equal(result, law),
         )
-        return given and _near(self.thunk(backend, call, operands)()[0], law[0])
+        return given and judge_twice(
+            self.thunk(backend, call, operands), lambda result: _judge_beams(result, o, law[0])
+        )
 
     def baseline(self, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Thunk:
         """Return torch.topk; for beams after log_softmax, sum and mask in plain torch."""
@@ -157,6 +159,25 @@ def _equal(found: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
         if wrong.any():
             return Conformance.failed(f"{name}: {int(wrong.sum())} differ, {show_first(wrong, ours, theirs)}")
     return Conformance(True, 0.0, 0.0)
+
+
+def _judge_beams(found: Sequence[Tensor], o: BeamScores, law: Tensor) -> Conformance:
+    """Compare the values of a search that computes its own log-sum-exp, and those at the places that it returns."""
+    values, parents, codes = found
+    near = _near(values, law)
+    if not near:
+        return near
+    width = o.logits.shape[2]
+    at = parents * width + codes
+    if not bool(((codes >= 0) & (codes < width) & (at >= 0) & (at < o.logits[0].numel())).all()):
+        return Conformance.failed("a beam or a code does not exist")
+    total = o.scores[..., None] + (o.logits.float() - o.lse[..., None])
+    there = total if o.mask is None else total.masked_fill(~o.mask, float("-inf"))
+    alive = values > float("-inf")
+    ordered = torch.where(alive, at, -1 - torch.arange(at.shape[1], device=at.device)).sort(dim=1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        return Conformance.failed("a code of a beam is chosen twice")
+    return _near(torch.where(alive, there.flatten(1).gather(1, at), values), values)
 
 
 def _near(values: Tensor, law: Tensor) -> Conformance:
