@@ -147,3 +147,24 @@ def test_auto_takes_another_backend_for_a_wrong_kernel_and_says_so(monkeypatch: 
     model, engine = make(backends=(("topk", "planted"),))  # what was asked for runs, or nothing
     with pytest.raises(ValueError, match=r"(?s)fail the conformance gate.*topk on planted"):
         engine.generate(requests)
+
+
+def test_routing_falls_back_to_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_AVOIDED", {})
+    law = importlib.import_module("loka.kernels.route.reference")
+
+    def run_sorted(*given: Any, **options: Any) -> Any:
+        *moved, gates = law.run_sorted(*given, **options)
+        return *moved, gates * 1.1
+
+    model, engine = make()
+    requests = make_requests(model, (3, 7))
+    expected = engine.generate(requests)
+    plant(monkeypatch, "route", law, run_sorted=run_sorted)
+    registry._CACHE.clear()
+    model, engine = make()
+    with pytest.warns(
+        UserWarning, match="route runs on reference, since route on planted, .* fails the conformance gate"
+    ):
+        found = engine.generate(requests)
+    assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))

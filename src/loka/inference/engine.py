@@ -43,7 +43,7 @@ from loka.semantic_ids import Trie
 
 # What packed weights are multiplied by, and what makes their operands.
 JUDGED = ("quantize", "norm_quantize", "scaled_mm", "grouped_mm")
-# Judged unless they are torch's own, which the plain model runs as well.
+# Judged unless they are torch's own, which the plain model runs as well. A CUDA graph can capture their references.
 SEARCH = ("beam_attention", "route", "topk")
 
 
@@ -52,13 +52,14 @@ def _is_judged(one: KernelCall) -> bool:
 
 
 def _find_other(one: KernelCall, device: torch.device) -> str | None:
-    """Return the backend that `auto` picks once this one is avoided; None if that is the reference, or it was named."""
+    """Return the backend that `auto` picks once this one is avoided; None if there is none to run, or it was named."""
     if registry.is_avoided(one.op, one.backend, one.call):  # and ran nevertheless
         return None
     others = (
         name
         for name in registry.BACKENDS[one.op]
-        if name not in (one.backend, "reference")
+        if name != one.backend
+        and (name != "reference" or one.op in SEARCH)
         and (one.op, name) not in registry.BY_NAME
         and not registry.is_avoided(one.op, name, one.call)
         and registry.backend(one.op, name).supports(one.call, device)

@@ -242,9 +242,14 @@ def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | N
     if not torch.compiler.is_compiling() and _hearing:  # in this order: compiled code needs no guard then
         for hear in _hearing:
             hear(op, chosen, call)
-        if op in _by_reference:
+        if op in _by_reference and not _is_captured(device):
             chosen = Selection("reference", backend(op, "reference"), chosen.refusals)
     return chosen
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured in this thread, which would keep what runs."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def first(op: str, call: Any, device: torch.device, *, prefer: str | None = None) -> Selection:

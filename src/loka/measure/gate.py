@@ -19,9 +19,9 @@ operands must not change.
 
 The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
 with the first bit by bit and, if they differ, with the exact one: a kernel may add in another order each time, but must
-be correct each time. Results must be new memory; operands, and the memory around them, must not change. A backend may
-raise on an odd address or stride, but must not be wrong there. For other ops twice the bound of their adapter's check
-is allowed: it is that of a single rounding.
+be correct each time. Results must be new memory (of other ops, only those of fused layers are checked for this);
+operands, and the memory around them, must not change. A backend may raise on an odd address or stride, but must not be
+wrong there. For other ops twice the bound of their adapter's check is allowed: it is that of a single rounding.
 
 The bound is 1.5 times the error of fast accumulation over all of K (`conformance.accumulation_error`), whether the call
 permits it or not. Emulations that round each sum to 13 or 14 bits reach 1.0 times. How a library accumulates affects
