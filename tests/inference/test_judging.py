@@ -1,6 +1,7 @@
 """The engine judges the kernels of a bucket when it first runs: with a wrong one it answers nothing."""
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,3 +169,23 @@ def test_routing_falls_back_to_its_reference(monkeypatch: pytest.MonkeyPatch) ->
     ):
         found = engine.generate(requests)
     assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
+
+
+def test_experts_run_two_kernels_where_the_fused_one_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_AVOIDED", {})
+
+    def run_swiglu(*given: Any, spec: Any, **options: Any) -> Any:
+        made = grouped_law.run_swiglu(*given, spec=spec, **options)
+        return replace(made, scale=made.scale * 1.1)
+
+    model, engine = make()
+    requests = make_requests(model, (3, 7))
+    expected = engine.generate(requests)
+    plant(monkeypatch, "grouped_mm", grouped_law, run_swiglu=run_swiglu)
+    registry._CACHE.clear()
+    model, engine = make()
+    assert engine.tuning.tuned(8).blocks[-1].ffn.fused
+    with pytest.warns(UserWarning, match="grouped_mm runs on two kernels, since grouped_mm on planted, .*swiglu"):
+        found = engine.generate(requests)
+    assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
+    assert not engine.tuning.tuned(8).blocks[-1].ffn.fused

@@ -55,6 +55,8 @@ def _find_other(one: KernelCall, device: torch.device) -> str | None:
     """Return the backend that `auto` picks once this one is avoided; None if there is none to run, or it was named."""
     if registry.is_avoided(one.op, one.backend, one.call):  # and ran nevertheless
         return None
+    if getattr(one.call, "swiglu", False):  # experts whose product and activation are one kernel
+        return "two kernels"
     others = (
         name
         for name in registry.BACKENDS[one.op]

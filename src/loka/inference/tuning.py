@@ -313,7 +313,7 @@ def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.d
 
 
 def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
-    """Return True if a backend other than the reference has gate, up, SwiGLU and quantization in one kernel for it."""
+    """Return True if a backend other than the reference has gate, up, SwiGLU and quantization in one right kernel for it."""
     if not isinstance(moe.activation, nn.SiLU):
         return False
     experts, n, k = moe.gate_up.shape
@@ -321,6 +321,10 @@ def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
         b, data = moe.gate_up.spec, moe.gate_up.data.dtype
     else:
         b, data = None, moe.gate_up.dtype
-    call = GroupedCall(experts, k, n, experts, moe.specs[0], b, data, dtype, False, True, moe.specs[1])
+    call = GroupedCall(experts, k, n, experts, moe.specs[0], b, data, dtype, moe.fast[0], True, moe.specs[1])
     names = [moe.backend] if moe.backend != "auto" else [n for n in registry.BACKENDS["grouped_mm"] if n != "reference"]
-    return any(bool(registry.backend("grouped_mm", n).supports(call, moe.router.device)) for n in names)
+    return any(
+        bool(registry.backend("grouped_mm", n).supports(call, moe.router.device))
+        for n in names
+        if not registry.is_avoided("grouped_mm", n, call)
+    )

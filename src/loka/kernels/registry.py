@@ -192,8 +192,10 @@ def avoid(op: str, name: str, call: Any, reason: str) -> None:
 
 def is_avoided(op: str, name: str, call: Any) -> str:
     """Return why `auto` does not pick a backend for a call; empty if it may."""
+    if not _AVOIDED:  # nearly always, and all that is traced then
+        return ""
     try:
-        return _AVOIDED.get((op, name, kind_of(call)), "") if _AVOIDED else ""
+        return _AVOIDED.get((op, name, kind_of(call)), "")
     except TypeError:  # a symbolic shape has no hash
         return ""
 
