@@ -568,21 +568,3 @@ def test_a_weight_that_a_hook_makes_after_the_conversion_is_refused(rewrite: Any
     loka.convert(model, plan_everything(model, x), example=x)  # now without that linear
     assert not any(last in chain.linears for _, chain in chains_of(model))
     model(*x)
-
-
-def test_threads_that_share_a_chain_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads in one chain: the one that finds nothing left says what happened, not that an assertion failed."""
-    model, x = converted("tower")
-    chain = next(chains_of(model))[1]
-    begin = chain.begin
-
-    def interrupted(result: torch.Tensor) -> torch.Tensor:
-        handed = begin(result)
-        chain._result = None  # as another thread leaves it
-        return handed
-
-    monkeypatch.setattr(chain, "begin", interrupted)
-    with pytest.raises(
-        AnotherPathError, match="by another thread at the same time; hint: give each thread its own copy"
-    ):
-        model(*x)

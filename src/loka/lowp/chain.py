@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.lowp.chain_function import ChainPrecision
-from loka.lowp.chain_handing import HandsOn
+from loka.lowp.chain_handing import HandsOn, Positions
 from loka.lowp.chain_modules import (
     CHAIN,
     Head,
@@ -90,9 +90,7 @@ class Chain(RunningChain, HandsOn):
         self.callers = list({id(m): m for part in parts for m in part.callers}.values())
         inside = {id(m) for part in parts for m in (part.linear, *part.passed, *part.callers)}
         self.around_all = [m for m in self.callers if inside <= {id(inner) for inner in m.modules()}]
-        self.forget()
-        self._at = self._met = 0
-        self._dropping = (0.0,) * len(parts)
+        self.positions = Positions()
         self.around: nn.Module | None = None  # the layer whose interactions are fused around this chain
 
     @property
@@ -179,9 +177,6 @@ class Chain(RunningChain, HandsOn):
                         state.saturated.copy_(old.saturated)
             made.append(half.place() if placed else half)
         return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "pending": None, "_result": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -9,6 +9,7 @@ reads it and shows up in the output if something does.
 
 import math
 from collections.abc import Iterator
+from threading import get_ident, main_thread
 from typing import Any
 
 import torch
@@ -74,11 +75,13 @@ class StandIn(Tensor):
         return made
 
     def _note(self, result: Tensor, chain: "HandsOn") -> None:
-        self.__dict__.update(loka_chain=chain, loka_device=result.device, loka_result=result, loka_at=chain._at)
+        here = chain.positions.here()
+        place = {"loka_at": here.at, "loka_dropping": here.dropping}
+        self.__dict__.update(loka_chain=chain, loka_device=result.device, loka_result=result, **place)
 
     def become_result(self) -> None:
         """Turn a stand-in that holds the result into an ordinary tensor, in place."""
-        for key in ("loka_chain", "loka_device", "loka_result", "loka_at"):
+        for key in ("loka_chain", "loka_device", "loka_result", "loka_at", "loka_dropping"):
             del self.__dict__[key]
         self.__class__ = Tensor  # type: ignore[assignment]
 
@@ -139,21 +142,68 @@ def _keeps(tensor: StandIn, name: str, args: tuple[Any, ...], given: dict[str, A
     )
 
 
+class Position:
+    """How far one call of a chain has come: what is passed on, and which modules have been called since the head ran."""
+
+    def __init__(self) -> None:
+        self.pending: Tensor | None = None  # what is passed on, from the head's call to the last one expected
+        self.result: Tensor | None = None  # of the whole chain, until it is returned
+        self.at = 0  # the link whose linear was called last
+        self.met = 0  # how many modules and functions were called since
+        self.grad = False  # whether gradients were enabled when the head ran
+        self.recomputing = False  # whether the head was called by a checkpoint's backward, which stops where it likes
+        self.dropping: tuple[float, ...] = ()  # p of each link's dropout in this call
+
+    def forget(self) -> None:
+        """Stop passing on the chain's result."""
+        self.pending = self.result = None
+
+
+class Positions:
+    """The position of every thread that calls a chain, so that several may call a model at the same time.
+
+    The main thread and compiled code share one: a forward may pass from one to the other where its graph breaks. torch's
+    compiler cannot follow what differs by thread; its graphs leave nothing behind unless they end inside a chain.
+    """
+
+    def __init__(self) -> None:
+        self.main = Position()
+        self.others: dict[int, Position] = {}
+
+    def here(self) -> Position:
+        """Return the position of the call that is running."""
+        if torch.compiler.is_compiling():
+            return self.main
+        thread = get_ident()
+        if thread == _MAIN:
+            return self.main
+        mine = self.others.get(thread)
+        if mine is None:
+            mine = self.others[thread] = Position()
+        # a graph that was run by this thread has ended inside the chain
+        return self.main if mine.pending is None and type(self.main.pending) is Tensor else mine
+
+    def __reduce__(self) -> Any:
+        return Positions, ()  # a copy of a model is in no call
+
+
+_MAIN = main_thread().ident
+
+
 class HandsOn:
-    """The position in a chain up to which its modules have been called since the head ran."""
+    """Passes on the result of a chain, in each call of it."""
 
     name: str
     parts: tuple[Part, ...]
     links: tuple[Link, ...]
     frozen: list[QTensor] | None  # the quantized weights of a serving model, which have no gradients
-    pending: Tensor | None  # what is passed on, from the head's call to the last one expected
-    _result: Tensor | None  # of the whole chain, until it is returned
-    _at: int  # the link whose linear was called last
-    _met: int  # how many modules and functions were called since
-    _grad: bool  # whether gradients were enabled when the head ran
-    _recomputing: bool = False  # whether the last call came from a checkpoint's backward, which stops where it likes
+    positions: Positions
     around_all: list[nn.Module]  # callers that contain the whole chain
-    _dropping: tuple[float, ...]  # p of each link's dropout in this call
+
+    @property
+    def pending(self) -> Tensor | None:
+        """What the call that is running passes on; None before its head and after its last module."""
+        return self.positions.here().pending
 
     def begin(self, result: Tensor) -> Tensor:
         """Start to expect the later modules of the chain. Raise if the previous call left some of them out.
@@ -164,20 +214,21 @@ class HandsOn:
         Returns:
             What the head returns.
         """
-        if self.pending is not None and not self._recomputing:
-            self._refuse_rest("in the call before this one")
-        self._recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        self._at = self._met = 0
-        self._grad = torch.is_grad_enabled()
-        self._dropping = tuple(part.find_p() for part in self.parts)
-        if len(self.parts) == 1 and not self._stops():
+        here = self.positions.here()
+        if here.pending is not None and not here.recomputing:
+            self._refuse_rest(here, "in the call before this one")
+        here.recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        here.at = here.met = 0
+        here.grad = torch.is_grad_enabled()
+        here.dropping = tuple(part.find_p() for part in self.parts)
+        if len(self.parts) == 1 and not self._stops(here):
             return result
-        self._result = result
-        return self._pass_linear()
+        here.result = result
+        return self._pass_linear(here)
 
     def forget(self) -> None:
-        """Stop passing on the chain's result."""
-        self.pending = self._result = None
+        """Stop passing on the chain's result, in the call that is running."""
+        self.positions.here().forget()
 
     def hint_reader(self) -> str:
         """Return what probably reads a value inside the chain, and what to do about it."""
@@ -195,33 +246,35 @@ class HandsOn:
         """Return True if this is what the chain passes on.
 
         A checkpoint that begins inside the chain runs that part again in backward, with the stand-in of the forward
-        before it. The chain is then taken up behind that stand-in, which holds the result.
+        before it. The chain is then taken up behind that stand-in, which holds the result. On a GPU another thread does this.
         """
-        if given is self.pending:
+        here = self.positions.here()
+        if given is here.pending:
             return True
         held = given.__dict__ if isinstance(given, StandIn) else {}
         if held.get("loka_chain") is not self or torch._C._current_graph_task_id() == -1:
             return False
-        self.pending, self._result, self._at, self._met = given, held["loka_result"], held["loka_at"], 0
-        self._grad, self._recomputing = torch.is_grad_enabled(), True
+        here.pending, here.result, here.at, here.met = given, held["loka_result"], held["loka_at"], 0
+        here.grad, here.recomputing, here.dropping = torch.is_grad_enabled(), True, held["loka_dropping"]
         return True
 
     def ends_with(self, stand_in: StandIn) -> bool:
         """Return True if the stand-in is the output of the last linear, which holds the result."""
-        return stand_in is self.pending and self._at == len(self.parts) - 1
+        here = self.positions.here()
+        return stand_in is here.pending and here.at == len(self.parts) - 1
 
-    def _pass_linear(self) -> Tensor:
+    def _pass_linear(self, here: Position) -> Tensor:
         """Return the output of the linear that was just called: the result if nothing follows, otherwise a stand-in."""
-        result, last = self._held(self._result), self._at == len(self.parts) - 1
-        if last and not self._stops():
-            self.forget()
+        result, last = _held(here.result), here.at == len(self.parts) - 1
+        if last and not self._stops(here):
+            here.forget()
             return result
-        width = self.parts[self._at].linear.out_features
+        width = self.parts[here.at].linear.out_features
         if torch.compiler.is_compiling():
-            self.pending = result.new_full((*result.shape[:-1], width), math.nan)
+            here.pending = result.new_full((*result.shape[:-1], width), math.nan)
         else:
-            self.pending = StandIn.before(result, self) if last else StandIn.of(result, width, self)
-        return self.pending
+            here.pending = StandIn.before(result, self) if last else StandIn.of(result, width, self)
+        return here.pending
 
     def meet(self, given: Tensor, *, linear: bool, in_place: bool = False) -> Tensor:
         """Return the output of a later module of the chain. Raise if the forward takes another path than the example.
@@ -231,19 +284,20 @@ class HandsOn:
             linear: whether the module is one of the chain's linears.
             in_place: whether the module writes to its input.
         """
-        followed = given is self.pending  # not so in a checkpoint, whose first run has checked what it calls
-        if not self.goes_on_with(given) or (linear and followed and self._met != self._stops()):
-            self.forget()
+        here = self.positions.here()
+        followed = given is here.pending  # not so in a checkpoint, whose first run has checked what it calls
+        if not self.goes_on_with(given) or (linear and followed and here.met != self._stops(here)):
+            here.forget()
             raise AnotherPathError(
                 f"a module of the chain {self.name} was called with something other than the chain's output: {_HINT}",
                 self.name,
             )
         if linear:
-            self._at, self._met = self._at + 1, 0
-            self._check_gradients(self.links[self._at].linear)
-            return self._pass_linear()
-        self._met += 1
-        return self._hand_on(in_place)
+            here.at, here.met = here.at + 1, 0
+            self._check_gradients(here, self.links[here.at].linear)
+            return self._pass_linear(here)
+        here.met += 1
+        return self._hand_on(here, in_place)
 
     def meet_call(self, called: str, number: float, *, in_place: bool = False) -> Tensor:
         """Return the output of a function that is called on what the chain passed on.
@@ -253,7 +307,8 @@ class HandsOn:
             number: the dropout's effective p, or the activation's slope.
             in_place: whether it writes to its input.
         """
-        part, p = self.parts[self._at], self._dropping[self._at]
+        here = self.positions.here()
+        part, p = self.parts[here.at], here.dropping[here.at]
         link = part.link
         if called == "dropout":
             agrees = number == (p if part.drops_in_call else 0.0)
@@ -262,24 +317,24 @@ class HandsOn:
             agrees = part.called and (called, number) == (link.activation, link.slope)
             said, has = called, f"has {link.activation}"
         if not agrees:
-            self.forget()
+            here.forget()
             raise AnotherPathError(
                 f"{said} was called after {link.linear}, where the chain {self.name} {has}: {_HINT}",
                 self.name,
             )
-        self._met += called != "dropout" or number > 0
-        return self._hand_on(in_place)
+        here.met += called != "dropout" or number > 0
+        return self._hand_on(here, in_place)
 
-    def _hand_on(self, in_place: bool) -> Tensor:
+    def _hand_on(self, here: Position, in_place: bool) -> Tensor:
         """Return the result after the last expected call of the chain, and what was passed on before it."""
-        handed, result = self._held(self.pending), self._held(self._result)
-        last = self._at == len(self.parts) - 1
+        handed, result = _held(here.pending), _held(here.result)
+        last = here.at == len(self.parts) - 1
         # the last call decides itself whether its result has a history, but for one that writes to its input
-        if not last or (in_place and self._grad):
-            self._check_gradients(f"what follows {self.links[self._at].linear}")
-        if not last or self._met < self._stops():
+        if not last or (in_place and here.grad):
+            self._check_gradients(here, f"what follows {self.links[here.at].linear}")
+        if not last or here.met < self._stops(here):
             return handed
-        self.forget()
+        here.forget()
         if isinstance(handed, StandIn):
             if in_place:  # a forward may go on with what it gave to the activation: it is the result from now on
                 handed.become_result()
@@ -290,15 +345,15 @@ class HandsOn:
             return handed.copy_(result)
         return result if torch.is_grad_enabled() else result.detach()
 
-    def _check_gradients(self, called: str) -> None:
+    def _check_gradients(self, here: Position, called: str) -> None:
         """Raise if gradients were enabled or disabled since the head ran, and some would be lost or added by that."""
-        if torch.is_grad_enabled() == self._grad:
+        if torch.is_grad_enabled() == here.grad:
             return
-        result = self._held(self._result)
+        result = _held(here.result)
         trains = self.frozen is None and any(p.requires_grad for part in self.parts for p in part.linear.parameters())
-        if result.requires_grad if self._grad else trains:
-            self.forget()
-            now, before = ("disabled", "enabled") if self._grad else ("enabled", "disabled")
+        if result.requires_grad if here.grad else trains:
+            here.forget()
+            now, before = ("disabled", "enabled") if here.grad else ("enabled", "disabled")
             raise AnotherPathError(
                 f"gradients are {now} for {called}, but were {before} for the head of the chain {self.name}, which has "
                 "computed it: torch.no_grad or a reentrant checkpoint contains only a part of the chain; hint: let it "
@@ -306,32 +361,28 @@ class HandsOn:
                 self.name,
             )
 
-    def _held(self, tensor: Tensor | None) -> Tensor:
-        """Return what is passed on. Raise if another thread has taken it."""
-        if tensor is None:
-            raise AnotherPathError(
-                f"the chain {self.name} is being called by another thread at the same time; hint: give each thread its "
-                "own copy of the model (copy.deepcopy)",
-                self.name,
-            )
-        return tensor
-
     def leave(self, caller: nn.Module) -> None:
         """Handle the end of a caller's forward. Raise if it left out calls that only it could have made."""
-        if self.pending is None:
+        here = self.positions.here()
+        if here.pending is None:
             return
-        last = self._at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers)
+        last = here.at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers)
         if last or any(m is caller for m in self.around_all):
-            self._refuse_rest("in this call")
+            self._refuse_rest(here, "in this call")
 
-    def _refuse_rest(self, when: str) -> None:
-        self.forget()
+    def _refuse_rest(self, here: Position, when: str) -> None:
+        here.forget()
         raise AnotherPathError(
-            f"the chain {self.name} has computed what followed {self.links[self._at].linear} in the example, but "
+            f"the chain {self.name} has computed what followed {self.links[here.at].linear} in the example, but "
             f"{when} the model did not call all of it: that forward took another path than the example the chain was "
             "found on, or ended in an exception; hint: loka.revert(model), and an example that takes this path",
             self.name,
         )
 
-    def _stops(self) -> int:
-        return self.parts[self._at].stops(self._dropping[self._at])
+    def _stops(self, here: Position) -> int:
+        return self.parts[here.at].stops(here.dropping[here.at])
+
+
+def _held(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # the head has set it, and only the last call takes it away
+    return tensor
