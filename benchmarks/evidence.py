@@ -172,6 +172,7 @@ JOBS = (
     gpu("quality", "quality", "quality.py --root {data} --out {out} --processes 8", 600),
     gpu("mods", "ablation", "ablation.py --root {data} --out {out} --seeds 8 --processes 8 --seconds 480", 600),
     gpu("mods-latency", "ablation_latency", "ablation_latency.py --out {out} --modes infer --seconds 120", 200),
+    cpu("learned-dlrm", "learned_dlrm", "learned.py --root {data} --out {folder} --families dlrm --device cpu", 1200),
     cpu("demo", "demo", "loka demo --out {folder}/demo --json", 600),
     cpu("defects", "defects", "defects.py --count 1000 --seed 0 --workers 2 --out {out}", 3600),
     cpu("predictor", "predictor", "predictor.py --out {out} --seconds 3600", 3700),

@@ -1,6 +1,7 @@
 """Errors under learned distributions beside those under N(0, 1), on wide models that were trained to their end.
 
     python benchmarks/learned.py --root FOLDER --out FOLDER                                     on a GPU: learned_wukong.json and learned_dlrm.json, two to three minutes each
+    python benchmarks/learned.py --root FOLDER --out FOLDER --families dlrm --device cpu                           nine minutes on one core
     python benchmarks/learned.py --root FOLDER --out FOLDER --device cpu --size tiny --batch 256 --steps 40        dry run
 
 The plain models of benchmarks/trained.py on Census-Income, trained in bf16 as there; Probe watches the last steps, where the published method says that distributions have left N(0, 1) behind. Every

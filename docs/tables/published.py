@@ -16,7 +16,7 @@ REPRODUCED, REFUTED, PARTLY, OPEN, ELSEWHERE = (
 
 
 # reports of Probe: of a wide model that was trained to its end, and of small ones that were hardly trained
-LEARNED = ("h200/learned_wukong.json", "cpu/probe-wukong-ml-1m.json", "cpu/probe-hstu-ml-1m.json", "cpu/probe-dlrm-ml-1m.json")  # fmt: skip
+LEARNED = ("h200/learned_wukong.json", "cpu/learned_dlrm.json", "cpu/probe-wukong-ml-1m.json", "cpu/probe-hstu-ml-1m.json", "cpu/probe-dlrm-ml-1m.json")  # fmt: skip
 
 
 def published_table() -> str:
