@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import loka
 from loka.lowp.chain_handing import AnotherPathError
 from loka.placing import plan_everything
+from loka.units import discover
 
 W = 64
 
@@ -215,6 +216,24 @@ def test_gradients_are_not_lost_where_only_a_part_of_a_chain_has_none(how: str) 
     model.requires_grad_(False)  # nothing to lose
     model.how = how
     assert torch.equal(model(x.detach()), expected)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "last"])
+def test_a_chain_ends_where_no_grad_begins_or_ends(how: str) -> None:
+    """A frozen tower in front of a trained one is a chain of its own; in serving, without gradients, it need not be."""
+    model, x = Cut(), torch.randn(32, W)
+    model.how = how
+    exact = copy.deepcopy(model)
+    assert len(discover(model, x, serving=True).units) == 1
+    plan = plan_everything(model, x)
+    assert all(p.requires_grad for p in model.parameters())
+    assert plan.units[0].linears == ["a"], "b is a chain with the activation behind it, or stands alone without it"
+    loka.convert(model, plan)
+    for one in (exact, model):
+        one(x).sum().backward()
+    for a, b in zip(exact.parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or (a.grad - b.grad).norm() < 0.1 * a.grad.norm()
 
 
 def test_a_last_activation_in_place_leaves_an_ordinary_tensor() -> None:

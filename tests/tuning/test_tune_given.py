@@ -361,22 +361,27 @@ def test_a_checkpoint_may_cut_a_chain(reentrant: bool, ends: bool) -> None:
 
 
 class Regularized(nn.Module):
-    """Reads a hidden state, but only where gradients are enabled."""
+    """Reads a hidden state in addition, but only where gradients are enabled or, with `graph`, where a graph is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: bool) -> None:
         super().__init__()
-        self.a, self.b, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 1)
+        self.a, self.b, self.last, self.graph = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 1), graph
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.a(x))
         y = self.last(F.relu(self.b(h))).squeeze(-1)
-        return y + 0.01 * h.mean(1) if torch.is_grad_enabled() else y
+        return y + 0.01 * h.mean(1) if (y.requires_grad if self.graph else torch.is_grad_enabled()) else y
+
+
+def test_a_chain_ends_where_only_training_reads_it() -> None:
+    tuned = tune(Regularized(graph=False), BATCHES, loss)
+    assert [unit.linears for unit in tuned.record.units if unit.way == "chain"] == [["a"], ["b"]]
 
 
 def test_a_chain_that_only_a_training_step_reads_is_taken_apart() -> None:
-    """Discovery runs without gradients and cannot see it; the rehearsed step does."""
+    """Discovery makes no graph and cannot see it; the rehearsed step does."""
     torch.manual_seed(0)
-    model = Regularized()
+    model = Regularized(graph=True)
     twin = copy.deepcopy(model)
     tuned = tune(model, BATCHES, loss)
     first = next(unit for unit in tuned.record.units if unit.name == "a")

@@ -356,8 +356,8 @@ class HandsOn:
             now, before = ("disabled", "enabled") if here.grad else ("enabled", "disabled")
             raise AnotherPathError(
                 f"gradients are {now} for {called}, but were {before} for the head of the chain {self.name}, which has "
-                "computed it: torch.no_grad or a reentrant checkpoint contains only a part of the chain; hint: let it "
-                "contain all of the chain or nothing of it, or use loka.tune, which takes such a chain apart",
+                "computed it: torch.no_grad or a reentrant checkpoint contains only a part of the chain, which it did not "
+                "in the example; hint: let it contain all of the chain or nothing of it, or plan with such an example",
                 self.name,
             )
 

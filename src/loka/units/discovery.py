@@ -316,6 +316,8 @@ class _Search:
                 f"{reader.site or reader.op} follows it across the border of an autograd function, "
                 "such as a reentrant checkpoint"
             )
+        if reader.grad != call.grad:
+            return f"{reader.site or reader.op} follows it where torch.no_grad begins or ends"
         if not self._is_next(reader, value):
             return None
         assert reader.site is not None

@@ -1,7 +1,7 @@
 """Record the data flow between the modules of a model (`loka.units.flow`) by running it once on an example.
 
-Hooks on every module and a dispatch mode see what runs, under no_grad, in eval or training mode. The model, its buffers
-and the random state are restored afterwards.
+Hooks on every module and a dispatch mode see what runs, in eval mode under no_grad, or in training mode. No graph for
+backward is made. The model, its buffers and the random state are restored afterwards.
 """
 
 import gc
@@ -22,7 +22,13 @@ from loka.lowp.passing import is_hidden, spell_call
 from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.flow import CUTS, STEP, Call, Flow, Span
-from loka.units.undisturbed import ordinary_encoders, set_mode, sparing_weights, undisturbed
+from loka.units.undisturbed import (
+    ordinary_encoders,
+    recording_gradient_mode,
+    set_mode,
+    sparing_weights,
+    undisturbed,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
             sparing_weights(model),
             ordinary_encoders(),
             recorder.watching(training),
-            torch.no_grad(),
+            recording_gradient_mode(model, training),
         ):
             result = recorder.run_on_meta() if on_meta else call_model(model, example)
             return recorder.finish(result)  # before `undisturbed` restores the attributes, which may hold results
@@ -86,7 +92,13 @@ def record_steps(model: nn.Module, run: Callable[[], Any], *, training: bool = F
         them are recorded as inside `STEP`.
     """
     recorder = _Recorder(model, steps=True)
-    with undisturbed(model), sparing_weights(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
+    with (
+        undisturbed(model),
+        sparing_weights(model),
+        ordinary_encoders(),
+        recorder.watching(training),
+        recording_gradient_mode(model, training),
+    ):
         run()
         return recorder.finish_steps()
 
@@ -306,12 +318,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._stack[-1].name if self._stack else STEP if self._steps else ""
 
     def _add(self, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], site: str | None, **known: Any) -> None:
-        in_function = not torch._C._is_fwd_grad_enabled()  # torch.no_grad leaves it on, an autograd function does not
-        self._made.flow.calls.append(
-            Call(
-                len(self._made.flow.calls), op, self._inside(), inputs, outputs, site, in_function=in_function, **known
-            )
-        )
+        known["in_function"] = not torch._C._is_fwd_grad_enabled()  # torch.no_grad leaves it on
+        known["grad"] = torch.is_grad_enabled()
+        index = len(self._made.flow.calls)
+        self._made.flow.calls.append(Call(index, op, self._inside(), inputs, outputs, site, **known))
 
     def _read(self, values: Any) -> tuple[int, ...]:
         return tuple(self._value(t) for t in tensors_in(values))
