@@ -337,9 +337,10 @@ def _products(moe: PackedExperts, dtype: torch.dtype, *, fused: bool) -> list[Gr
     calls = []
     for weight, spec, fast, gated in zip((moe.gate_up, moe.down), moe.specs, moe.fast, (fused, False), strict=True):
         experts, n, k = weight.shape
-        a, b = (spec, weight.spec) if isinstance(weight, QTensor) else (None, None)
-        kind, out = weight.data.dtype, moe.specs[1] if gated else None  # of a Tensor, `data` is the tensor itself
-        calls.append(GroupedCall(experts, k, n, experts, a, b, kind, dtype, fast, gated, out))
+        b = weight.spec if isinstance(weight, QTensor) else None
+        kind = dtype if spec is None else spec.format.dtype
+        out = moe.specs[1] if gated else None
+        calls.append(GroupedCall(experts, k, n, experts, spec, b, kind, dtype, fast, gated, out))
     return calls
 
 
