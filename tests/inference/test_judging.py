@@ -1,6 +1,7 @@
 """The engine judges the kernels of a bucket when it first runs: with a wrong one it answers nothing."""
 
 import importlib
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from loka.inference import Engine, EngineConfig, tuning
 from loka.inference.engine import JUDGED
 from loka.kernels import registry
 from loka.kernels.grouped_mm import reference as grouped_law
+from loka.measure import Conformance
 from loka.models.onerec import Experts
 from loka.ptq import quantize
 
@@ -171,21 +173,59 @@ def test_routing_falls_back_to_its_reference(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
 
 
-def test_experts_run_two_kernels_where_the_fused_one_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def plant_wrong_fused_experts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """In place of our kernels, of which the fused one is the faster. Returns requests and what they are answered."""
     monkeypatch.setattr(registry, "_AVOIDED", {})
 
     def run_swiglu(*given: Any, spec: Any, **options: Any) -> Any:
         made = grouped_law.run_swiglu(*given, spec=spec, **options)
-        return replace(made, scale=made.scale * 1.1)
+        return replace(made, scale=made.scale * 1.02)
+
+    def run(x: Any, weight: Any, offsets: Tensor, **options: Any) -> Tensor:
+        time.sleep(0.003)
+        return grouped_law.run(x, weight, offsets, **options)
 
     model, engine = make()
     requests = make_requests(model, (3, 7))
     expected = engine.generate(requests)
-    plant(monkeypatch, "grouped_mm", grouped_law, run_swiglu=run_swiglu)
+    plant(monkeypatch, "grouped_mm", grouped_law, run_swiglu=run_swiglu, run=run)
+    monkeypatch.setitem(registry._LOADED, "grouped_mm.triton", registry._LOADED["grouped_mm.planted"])
+    monkeypatch.setitem(registry.BACKENDS, "grouped_mm", ("triton", "reference"))
     registry._CACHE.clear()
-    model, engine = make()
+    return requests, expected
+
+
+def test_experts_run_two_kernels_where_the_fused_one_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, expected = plant_wrong_fused_experts(monkeypatch)
+    _model, engine = make()
     assert engine.tuning.tuned(8).blocks[-1].ffn.fused
-    with pytest.warns(UserWarning, match="grouped_mm runs on two kernels, since grouped_mm on planted, .*swiglu"):
+    with pytest.warns(UserWarning, match="grouped_mm runs on two kernels, since grouped_mm on triton, .*swiglu"):
         found = engine.generate(requests)
     assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
     assert not engine.tuning.tuned(8).blocks[-1].ffn.fused
+
+
+def test_a_wrong_fused_kernel_of_experts_is_refused_before_it_is_timed(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    requests, expected = plant_wrong_fused_experts(monkeypatch)
+    _model, engine = make(tune=True)
+    found = engine.generate(requests)
+    assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
+    assert not recwarn.list
+    experts = [entry for entry in engine.tuning.log if entry.role == tuning.EXPERTS]
+    assert {entry.chosen for entry in experts} == {"triton"}
+    assert all("a scale is" in entry.refused["triton fused"] for entry in experts)
+
+
+def test_wrong_experts_that_were_measured_by_an_earlier_gate_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU backends are chosen by measuring, unless asked not to, and rows of the database outlive the gate."""
+    requests, expected = plant_wrong_fused_experts(monkeypatch)
+    monkeypatch.setattr(tuning._Race, "_judge", lambda *given: Conformance(True, 0.0, 1.0))
+    _model, engine = make(tune=True)
+    with pytest.warns(UserWarning, match="grouped_mm runs on two kernels, since grouped_mm on triton, .*swiglu"):
+        found = engine.generate(requests)
+    assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
+    last = engine.tuning.log[-1]
+    assert (last.role, last.chosen) == (tuning.EXPERTS, "triton")
+    assert "fails the conformance gate" in last.refused["triton fused"]

@@ -265,6 +265,14 @@ def test_on_triton_a_context_in_fp8(triton_device, case) -> None:
         assert_near(out, beam_attention(rounded, *rest, scale=0.33, backend="reference"), 0.02)
 
 
+def test_on_triton_a_nan_is_seen_by_requests_with_a_single_key(triton_device) -> None:
+    q, k, v, lengths = make(2, 3, 2, 1, 20, 16, lengths=[1, 2], device=triton_device)
+    q[:, 1, 0] = float("nan")
+    found = beam_attention(q, k, v, lengths, backend="triton").isnan()
+    assert found[:, 1, 0].all()
+    assert found.sum() == found[:, 1, 0].numel()
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_on_triton_a_scale_may_be_zero_or_negative(triton_device, scale: float) -> None:
     operands = make(2, 5, 4, 2, 20, 16, lengths=[20, 7], device=triton_device)

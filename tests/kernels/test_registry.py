@@ -3,7 +3,9 @@
 import importlib.util
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -266,6 +268,29 @@ def test_listeners_of_several_threads_may_begin_and_end_in_any_order() -> None:
     second.__exit__(None, None, None)
     registry.pick("quantize", "reference", call, torch.device("cpu"))
     assert heard == {"first": 1, "second": 2}
+
+
+def test_references_stand_in_for_the_kernels_of_the_thread_that_wants_them_and_of_its_backward(monkeypatch) -> None:
+    planted = ModuleType("planted")
+    planted.supports = lambda call, device: YES
+    monkeypatch.setitem(registry.BACKENDS, "quantize", ("planted", *registry.BACKENDS["quantize"]))
+    monkeypatch.setitem(registry._LOADED, "quantize.planted", planted)
+    call, ran = QuantizeCall(4, 64, Spec.parse("e4m3:row")), []
+
+    def run(*given: object) -> None:
+        ran.append(registry.pick("quantize", "auto", call, CPU).name)
+
+    x = torch.ones(1, requires_grad=True)
+    (other := x * 1).register_hook(run)
+    with registry.listening(lambda *heard: None, references=("quantize",)):
+        run()
+        for work in (run, other.backward):  # the second as in the thread that runs the backward of a GPU
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+    run()
+    registry._CACHE.clear()
+    assert ran == ["reference", "planted", "reference", "planted"]
 
 
 def test_calls_that_differ_in_their_rows_are_of_one_kind() -> None:

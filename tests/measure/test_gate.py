@@ -1,6 +1,8 @@
 """The gate at the true shape: what it refuses, what it lets pass, and that it asks once. Generated kernels are in tests/benchmarks/test_defects.py."""
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from loka.kernels.backend import YES, no
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.scaled_mm import reference
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.measure import judge_backend, judge_quantizer
+from loka.measure import gate, judge_backend, judge_quantizer
 from loka.measure.adapter import adapter_for, parse_variant
 from loka.measure.gate import forget_answers
 
@@ -298,6 +300,27 @@ def test_a_kernel_that_adds_in_another_order_each_time_passes() -> None:
         return (a.dequantize()[:, order] @ b.dequantize()[:, order].T).to(options["out_dtype"])
 
     assert judge(shuffled, call(variant="e4m3:row@e4m3:row|float32"))
+
+
+def test_judging_leaves_no_operands_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many calls are judged one after the other, the GPU would hold the operands of all until Python looks for cycles."""
+    made: list[weakref.ref[Tensor]] = []
+    draw = gate.matmul_set
+
+    def draw_noted(*given: Any, **options: Any) -> Any:
+        drawn = draw(*given, **options)
+        made.append(weakref.ref(drawn.a.data))
+        return drawn
+
+    monkeypatch.setattr(gate, "matmul_set", draw_noted)
+    gc.collect()
+    gc.disable()
+    try:
+        assert judge(right)
+        assert made
+        assert not any(left() is not None for left in made)
+    finally:
+        gc.enable()
 
 
 def test_the_same_question_is_asked_once() -> None:

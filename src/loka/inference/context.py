@@ -78,7 +78,10 @@ class PackedContext:
         )
 
     def __call__(self, codes: Tensor, static: Tensor | None, glue: Glue) -> list[Pair]:
-        """Return pairs of keys and values [R, S + 1, G, D] of codes int64 [R, S, columns], newest first, padded."""
+        """Return pairs of keys and values [R, S + 1, G, D] of codes int64 [R, S, columns], newest first, padded.
+
+        In E4M3 they may be longer (`round_context`).
+        """
         requests, length, _ = codes.shape
         dtype = self.table.dtype
         cut = min(self.recent, length)

@@ -16,7 +16,7 @@ Scheduling is in loka.serving, the translation between items and codes in loka.i
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,22 +51,23 @@ def _is_judged(one: KernelCall) -> bool:
     return one.op in JUDGED or (one.op in SEARCH and one.backend != "torch")
 
 
-def _find_other(one: KernelCall, device: torch.device) -> str | None:
-    """Return the backend that `auto` picks once this one is avoided; None if there is none to run, or it was named."""
-    if registry.is_avoided(one.op, one.backend, one.call):  # and ran nevertheless
-        return None
-    if getattr(one.call, "swiglu", False):  # experts whose product and activation are one kernel
-        return "two kernels"
-    others = (
-        name
-        for name in registry.BACKENDS[one.op]
-        if name != one.backend
+def _has_other(one: KernelCall, device: torch.device) -> bool:
+    """Return whether `auto` has another kernel once this one is avoided; False where it was avoided, and ran by name."""
+    if registry.is_avoided(one.op, one.backend, one.call):
+        return False
+    return getattr(one.call, "swiglu", False) or any(  # experts run two kernels where no fused one is left
+        name != one.backend
         and (name != "reference" or one.op in SEARCH)
         and (one.op, name) not in registry.BY_NAME
         and not registry.is_avoided(one.op, name, one.call)
-        and registry.backend(one.op, name).supports(one.call, device)
+        and bool(registry.backend(one.op, name).supports(one.call, device))
+        for name in registry.BACKENDS[one.op]
     )
-    return next(others, None)
+
+
+def _name_other(one: KernelCall, calls: Sequence[KernelCall]) -> str:
+    """Return what runs in place of a kernel: among these calls, the backend of its own, else those it was fused from."""
+    return next((other.backend for other in calls if (other.op, other.call) == (one.op, one.call)), "two kernels")
 
 
 @dataclass
@@ -201,28 +202,28 @@ class Engine:
         if made.judged:
             return made.decoder.generate(made.inputs, made.caches)
         found: list[Found] = []
-        notes: list[str] = []
-        run = lambda: found.append(made.decoder.generate(made.inputs, made.caches))  # noqa: E731
-        while wrong := self.judge.find_wrong(new := self._find_new(run)):
-            notes += self._replace(wrong)
+        refused: dict[KernelCall, str] = {}
+        while True:
+            calls = find_calls(lambda: found.append(made.decoder.generate(made.inputs, made.caches)))
+            new = [one for one in calls if _is_judged(one) and one.kind not in self._judged]
+            if not (wrong := self.judge.find_wrong(new)):
+                break
+            self._avoid(wrong)
+            refused |= wrong
             self.tuning.forget()  # what it chose by the number of rows may be what is wrong
             made.decoder = self._make_decoder(made.inputs.codes.shape[0])
         self._judged |= {one.kind for one in new}
         made.judged = True
-        for note in notes:
+        for one, why in refused.items():
+            note = f"{one.op} runs on {_name_other(one, calls)}, since {one} fails the conformance gate: {why}"
             self.judge.notes.append(note)
             warnings.warn(note, stacklevel=2)
         return found[-1]
 
-    def _find_new(self, run: Callable[[], object]) -> list[KernelCall]:
-        """Return the calls of a run that are to be judged and whose kind was not."""
-        return [one for one in find_calls(run) if _is_judged(one) and one.kind not in self._judged]
-
-    def _replace(self, wrong: dict[KernelCall, str]) -> list[str]:
-        """Let `auto` pick other backends for wrong kernels. Return what to say; raise if that is not possible for all."""
+    def _avoid(self, wrong: dict[KernelCall, str]) -> None:
+        """Let `auto` no longer pick these kernels. Raise if that leaves one without another."""
         fixed = dict(self.config.backends)
-        instead = {one: None if one.op in fixed else _find_other(one, self.device) for one in wrong}
-        if None in instead.values():
+        if any(one.op in fixed or not _has_other(one, self.device) for one in wrong):
             told = "\n  ".join(f"{call}: {why}" for call, why in wrong.items())
             hint = f"EngineConfig(backends=(({next(iter(wrong)).op!r}, 'reference'),))"
             raise ValueError(
@@ -230,10 +231,6 @@ class Engine:
             )
         for one, why in wrong.items():
             registry.avoid(one.op, one.backend, one.call, f"fails the conformance gate: {why}")
-        return [
-            f"{one.op} runs on {other}, since {one} fails the conformance gate: {wrong[one]}"
-            for one, other in instead.items()
-        ]
 
     def _capture(self, made: Prepared) -> None:
         """Warm up on a side stream, as CUDA graph capture requires, then capture."""

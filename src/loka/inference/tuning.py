@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from loka.dispatch import Database, Machine, bucket_of, tune
 from loka.dispatch.database import Key
 from loka.dispatch.rows import machine_here, origin_of
-from loka.dispatch.speed import fastest_backend
 from loka.dispatch.tune import key_of
 from loka.formats import ROW, TENSOR, QTensor
 from loka.inference.weights import Operand, PackedExperts, PackedLinear, PackedModel
@@ -33,7 +32,7 @@ from loka.kernels.grouped_mm.call import GroupedCall, Permutation
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm.cublaslt import fills
 from loka.measure import Conformance, Contender, judge_backend, snapshot, time_together
-from loka.measure.grouped import LoadedCall
+from loka.measure.adapter import ADAPTERS
 from loka.measure.rounding import judge_near
 from loka.measure.site import SiteJob
 from loka.records.performance import PerformanceRow
@@ -151,10 +150,8 @@ class Tuning:
                     times[candidate.backend] = row.row.microseconds.value
                 else:
                     refused[role][candidate.backend] = (row.row.refusal if row.row else None) or row.reason
-            bound = next(m.bound for m in linears[role] if m.bound is not None)
-            best = fastest_backend("fprop", bound, rows, job.k, job.n, databases=[self.database], machine=machine)  # fmt: skip
-            if best is not None and best.backend in times:
-                chosen[role] = best.backend
+            if times:
+                chosen[role] = min(times, key=lambda name: times[name])
             self.log.append(Tuned(role, rows, chosen.get(role, "auto"), times, refused[role]))
         return chosen
 
@@ -162,7 +159,7 @@ class Tuning:
         """Return the fastest backend of the experts and whether it is fused; `auto` if none was measured."""
         race = _Race(groups, bucket_of(rows), self.dtype, self.database)
         times: dict[str, float] = {}
-        refused: dict[str, str] = {}
+        refused = race.avoided()
         for name, row in race.run().items():
             if row.microseconds is not None:
                 times[name] = row.microseconds.value
@@ -223,15 +220,30 @@ class _Race:
         self.origin = origin_of(here)
 
     def run(self) -> dict[str, PerformanceRow]:
-        """Return a row for every candidate, by name."""
+        """Return a row for every candidate that is not avoided, by name."""
+        rows = {
+            way: self.database.find(self._key(*way), self.machine).row for way in self._ways() if not self._why(*way)
+        }
+        missing = [way for way, row in rows.items() if row is None]
+        found = {way: row for way, row in rows.items() if row is not None} | self._measure(missing)
+        return {_spell(*way): row for way, row in found.items()}
+
+    def avoided(self) -> dict[str, str]:
+        """Return the candidates that run a kernel which was found to be wrong in this process, and why."""
+        return {_spell(*way): why for way in self._ways() if (why := self._why(*way))}
+
+    def _ways(self) -> list[tuple[str, bool]]:
         # in 16-bit, auto may combine one backend's fused kernel with another's plain one
         mixed = ("auto",) if self.first.specs[0] is None else ()
         names = [n for n in (*mixed, *registry.BACKENDS["grouped_mm"]) if n != "reference"]
-        ways = [(n, fused) for n in names for fused in (False, True) if not fused or isinstance(self.first.activation, nn.SiLU)]  # fmt: skip
-        rows = {way: self.database.find(self._key(*way), self.machine).row for way in ways}
-        missing = [way for way, row in rows.items() if row is None]
-        found = {way: row for way, row in rows.items() if row is not None} | self._measure(missing)
-        return {name + " fused" * fused: row for (name, fused), row in found.items()}
+        return [(n, fused) for n in names for fused in (False, True) if not fused or isinstance(self.first.activation, nn.SiLU)]  # fmt: skip
+
+    def _why(self, name: str, fused: bool) -> str:
+        """Return why a candidate is avoided; empty if it is not. `auto` avoids kernels by itself while it has others."""
+        if name == "auto":
+            return "no backend has a right fused kernel" if fused and not _has_fused(self.first, self.dtype) else ""
+        calls = _products(self.first, self.dtype, fused=fused)
+        return next((why for call in calls if (why := registry.is_avoided("grouped_mm", name, call))), "")
 
     def _key(self, name: str, fused: bool) -> Key:
         f, specs = self.first, ["16 bits" if s is None else str(s) for s in self.first.specs]
@@ -259,7 +271,7 @@ class _Race:
                     partial(_run_experts, moe.on(name, fused=fused), x, sorting.offsets, self.dtype)
                     for moe in self.groups
                 ]
-                candidates[name, fused] = Contender(name + " fused" * fused, thunks, check)
+                candidates[name, fused] = Contender(_spell(name, fused), thunks, check)
         timed = time_together(list(candidates.values()), self.device) if candidates else []
         times = dict(zip(candidates, timed, strict=True))
         rows = {}
@@ -285,20 +297,15 @@ class _Race:
         return rows if f.specs[0] is None else quantize(rows, f.specs[0]), permute(chosen, f.experts)
 
     def _judge(self, name: str, fused: bool, x: Operand, sorting: Permutation, expected: Tensor) -> Conformance:
-        """Check both grouped GEMMs, then the whole layer against the reference, which also covers a fused kernel."""
-        f = self.first
-        for weight, spec, fast in zip((f.gate_up, f.down), f.specs, f.fast, strict=True) if name != "auto" else ():
-            experts, n, k = weight.shape
-            low = weight if isinstance(weight, QTensor) else None
-            call = LoadedCall(
-                self.rows * self._visits, k, n, experts, None if low is None else spec, None if low is None else low.spec,
-                self.dtype if low is None else low.data.dtype, self.dtype, fast,
-            )  # fmt: skip
-            verdict = judge_backend("grouped_mm", registry.backend("grouped_mm", name), call, self.device)
+        """Check both products by the gate, then the whole layer against the reference."""
+        for call in _products(self.first, self.dtype, fused=fused) if name != "auto" else ():
+            adopted = ADAPTERS["grouped_mm"].adopt(replace(call, m=self.rows * self._visits))
+            backend = registry.backend("grouped_mm", name)
+            verdict = judge_backend("grouped_mm", backend, adopted, self.device, moved=False)  # as a bucket's run does
             if not verdict:
                 return verdict
         try:
-            out = _run_experts(f.on(name, fused=fused), x, sorting.offsets, self.dtype)
+            out = _run_experts(self.first.on(name, fused=fused), x, sorting.offsets, self.dtype)
         except Exception as failure:  # recorded as the reason; a failing backend must not break the engine
             return Conformance.failed(spell_error(failure), TOLERANCE)
         return judge_near(out, expected.double(), TOLERANCE, what="the layer")
@@ -316,15 +323,26 @@ def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
     """Return True if a backend other than the reference has gate, up, SwiGLU and quantization in one right kernel for it."""
     if not isinstance(moe.activation, nn.SiLU):
         return False
-    experts, n, k = moe.gate_up.shape
-    if isinstance(moe.gate_up, QTensor):
-        b, data = moe.gate_up.spec, moe.gate_up.data.dtype
-    else:
-        b, data = None, moe.gate_up.dtype
-    call = GroupedCall(experts, k, n, experts, moe.specs[0], b, data, dtype, moe.fast[0], True, moe.specs[1])
+    call, _ = _products(moe, dtype, fused=True)
     names = [moe.backend] if moe.backend != "auto" else [n for n in registry.BACKENDS["grouped_mm"] if n != "reference"]
     return any(
         bool(registry.backend("grouped_mm", n).supports(call, moe.router.device))
         for n in names
         if not registry.is_avoided("grouped_mm", n, call)
     )
+
+
+def _products(moe: PackedExperts, dtype: torch.dtype, *, fused: bool) -> list[GroupedCall]:
+    """Return the calls of both products of a layer of experts, with a row for each. `fused`: the first with SwiGLU."""
+    calls = []
+    for weight, spec, fast, gated in zip((moe.gate_up, moe.down), moe.specs, moe.fast, (fused, False), strict=True):
+        experts, n, k = weight.shape
+        b = weight.spec if isinstance(weight, QTensor) else None
+        kind = dtype if spec is None else spec.format.dtype
+        out = moe.specs[1] if gated else None
+        calls.append(GroupedCall(experts, k, n, experts, spec, b, kind, dtype, fast, gated, out))
+    return calls
+
+
+def _spell(name: str, fused: bool) -> str:
+    return name + " fused" * fused

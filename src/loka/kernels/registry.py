@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from threading import Lock
+from threading import Lock, get_ident
 from types import ModuleType
 from typing import Any, cast
 
@@ -63,7 +63,7 @@ class Selection:
 
 Hear = Callable[[str, Selection, Any], None]
 _hearing: tuple[Hear, ...] = ()  # see `listening`
-_by_reference: tuple[str, ...] = ()  # ops of which who listens wants the reference to run
+_by_reference: tuple[tuple[int, str], ...] = ()  # threads that listen, and ops of which they want the reference to run
 _HEARING_CHANGES = Lock()
 
 # op, call, device, backends offered, backend asked for or preferred, whether only that backend may run
@@ -129,7 +129,8 @@ def listening(hear: Hear, *, references: Collection[str] = ()) -> Iterator[None]
     Args:
         hear: called with the op, the selection and the call.
         references: ops of which the reference runs in place of the backend that is picked, so that no kernel must be
-            compiled. `hear` is told what would have run.
+            compiled. `hear` is told what would have run. Only in this thread and in autograd's: a server in another
+            thread keeps its kernels.
 
     Example:
         >>> calls = []
@@ -139,15 +140,16 @@ def listening(hear: Hear, *, references: Collection[str] = ()) -> Iterator[None]
     global _hearing, _by_reference
     with _HEARING_CHANGES:
         _hearing = (*_hearing, hear)
-        _by_reference = (*_by_reference, *references)
+        mine = [(get_ident(), op) for op in references]
+        _by_reference = (*_by_reference, *mine)
     try:
         yield
     finally:
         with _HEARING_CHANGES:
             _hearing = tuple(other for other in _hearing if other is not hear)
             left = list(_by_reference)
-            for op in references:
-                left.remove(op)
+            for one in mine:
+                left.remove(one)
             _by_reference = tuple(left)
 
 
@@ -244,14 +246,20 @@ def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | N
     if not torch.compiler.is_compiling() and _hearing:  # in this order: compiled code needs no guard then
         for hear in _hearing:
             hear(op, chosen, call)
-        if op in _by_reference and not _is_captured(device):
+        if _by_reference and _runs_by_reference(op, device):
             chosen = Selection("reference", backend(op, "reference"), chosen.refusals)
     return chosen
 
 
-def _is_captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured in this thread, which would keep what runs."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _runs_by_reference(op: str, device: torch.device) -> bool:
+    """Return whether this thread, or the one whose backward may run in it, wants the reference of an op to run.
+
+    Not while a CUDA graph is being captured, which would keep what runs.
+    """
+    wanted_by = [thread for thread, wanted in _by_reference if wanted == op]
+    if not wanted_by or (get_ident() not in wanted_by and torch._C._current_graph_task_id() == -1):
+        return False
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def first(op: str, call: Any, device: torch.device, *, prefer: str | None = None) -> Selection:

@@ -330,8 +330,9 @@ class _MatmulTrial:
         self.allowed = allow(call)
         self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
         keep = len(MATMUL_SETS) * call.m * call.n <= KEPT
-        self.sets = _OnDemand(lambda name: matmul_set(call, name, seed=0, device=device))
-        self.products = _OnDemand(lambda name: Product(self.sets[name].a, self.sets[name].b, keep=keep))
+        self.sets = sets = _OnDemand(lambda name: matmul_set(call, name, seed=0, device=device))
+        # not by way of `self`: in a cycle, all of it would stay in memory until Python looks for cycles
+        self.products = _OnDemand(lambda name: Product(sets[name].a, sets[name].b, keep=keep))
         self.first: dict[str, Tensor] = {}
 
     def step(self, number: int, round_: Round, name: str) -> Conformance:

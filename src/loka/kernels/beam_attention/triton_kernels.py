@@ -97,7 +97,8 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, sums_ptr, 
     k0 = tl.load(k_base + column, (column < D) & seen, other=0.0).to(tl.float32)
     v0 = k0 if SHARED else tl.load(v_base + column, (column < D) & seen, other=0.0).to(tl.float32)
     m = tl.where(seen, tl.sum(q.to(tl.float32) * k0[None, :], 1) * scale, float("-inf"))
-    total = tl.zeros((BM,), tl.float32) + tl.where(seen, 1.0, 0.0)
+    # no maximum below keeps a NaN, and with one key there is none below
+    total = tl.where(m == m, tl.zeros((BM,), tl.float32) + tl.where(seen, 1.0, 0.0), m)
     acc = tl.zeros((BM, DP), tl.float32) + v0[None, :]
     first = 1
     if PARTS > 1:
