@@ -1,5 +1,6 @@
 """Putting a new model in place while requests come: none lost, a bad one keeps the old."""
 
+import contextlib
 import gc
 import http.client
 import json
@@ -159,3 +160,27 @@ def test_models_in_memory_cannot_be_reloaded() -> None:
         status, _, body = post(server.admin_url or "", {"folder": "x"}, path="/reload")
         assert status == 409
         assert "no opener to reload with" in body["error"]["message"]
+
+
+def test_a_server_that_is_stopped_during_a_reload_tells_that_a_thread_is_in_the_model() -> None:
+    opened, going = threading.Event(), threading.Event()
+
+    def open_slowly(folder: str) -> Sleeper:
+        opened.set()
+        going.wait(60)
+        return open_sleeper(folder)
+
+    def ask(server: Server) -> None:
+        with contextlib.suppress(OSError):
+            post(server.admin_url or "", {"folder": "new"}, path="/reload")
+
+    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, opener=open_slowly).background() as server:
+        asking = threading.Thread(target=ask, args=(server,))
+        asking.start()
+        assert opened.wait(30)
+    assert server.service.busy
+    going.set()
+    asking.join(30)
+    end = time.monotonic() + 30
+    while server.service.busy:
+        assert time.monotonic() < end

@@ -1,5 +1,6 @@
 """The server from outside: answers, errors with their causes, limits, tokens, draining. A model that sleeps stands in where only time matters."""
 
+import asyncio
 import base64
 import json
 import logging
@@ -511,6 +512,25 @@ def test_a_warming_server_is_alive_but_not_ready(fronts: int) -> None:
     thread.join(60)
     assert post(server.url, {"number": 1})[0] == 200
     held.__exit__(None, None, None)
+
+
+def test_a_server_that_is_stopped_while_it_warms_up_tells_that_a_thread_is_in_the_model(fronts: int) -> None:
+    going = threading.Event()
+
+    class Slow(Sleeper):
+        def warm(self) -> None:
+            going.wait(60)
+
+    server = Server(Slow(COST), sla=60.0, port=0, fronts=fronts)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    server._listening.wait(30)
+    server.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert server.service.busy
+    going.set()
+    wait_for(lambda: not server.service.busy)
 
 
 def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path, fronts: int) -> None:

@@ -127,6 +127,7 @@ class Service(Arms):
         self.codec = Codec(self.first.model.request_type)
         self.failed: str | None = None
         self._loading = threading.Lock()
+        self._opening = False  # whether the loader's thread is inside a new model
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loka-loader")
         self._shadows: set[asyncio.Task[None]] = set()
         self._pulse: asyncio.Task[None] | None = None
@@ -286,6 +287,13 @@ class Service(Arms):
                 await self.reload(arm, folder)
 
     def _open(self, runner: Runner, folder: str, recorded: Sequence[Any]) -> Any:
+        self._opening = True
+        try:
+            return self._prepare(runner, folder, recorded)
+        finally:
+            self._opening = False
+
+    def _prepare(self, runner: Runner, folder: str, recorded: Sequence[Any]) -> Any:
         assert self.opener is not None  # checked by reload
         model = self.opener(folder)
         if model.request_type is not runner.model.request_type:
@@ -314,6 +322,11 @@ class Service(Arms):
         self._loader.shutdown(wait=False, cancel_futures=True)
         if self.events is not None:
             self.events.close()
+
+    @property
+    def busy(self) -> bool:
+        """After `close`: whether a thread is still inside a model. It would abort the end of the process, or delay it."""
+        return self._opening or any(runner.busy for runner in self.runners.values())
 
 
 def _items(answer: Any) -> list[Any]:
