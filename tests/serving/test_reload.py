@@ -1,5 +1,6 @@
 """Putting a new model in place while requests come: none lost, a bad one keeps the old."""
 
+import asyncio
 import contextlib
 import gc
 import http.client
@@ -162,7 +163,9 @@ def test_models_in_memory_cannot_be_reloaded() -> None:
         assert "no opener to reload with" in body["error"]["message"]
 
 
-def test_a_server_that_is_stopped_during_a_reload_tells_that_a_thread_is_in_the_model() -> None:
+def test_a_server_that_is_stopped_during_a_reload_tells_that_a_thread_is_in_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     opened, going = threading.Event(), threading.Event()
 
     def open_slowly(folder: str) -> Sleeper:
@@ -178,6 +181,11 @@ def test_a_server_that_is_stopped_during_a_reload_tells_that_a_thread_is_in_the_
         asking = threading.Thread(target=ask, args=(server,))
         asking.start()
         assert opened.wait(30)
+        assert server._loop is not None
+        with caplog.at_level("WARNING", "loka.serving"):  # as after SIGHUP, which has no other answer
+            again = server.service.reload_all({"sleeper": "newer"})
+            asyncio.run_coroutine_threadsafe(again, server._loop).result(30)
+        assert [one.fields for one in caplog.records] == [{"folder": "newer", "error": "a reload is under way"}]  # type: ignore[attr-defined]
     assert server.service.busy
     going.set()
     asking.join(30)

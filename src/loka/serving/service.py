@@ -215,7 +215,8 @@ class Service(Arms):
         simulated: bool,
     ) -> None:
         """Write the exposure, once per request id."""
-        if self.events is not None and (self.split is not None or self.shadow):
+        assigned = self.split is not None and request.user is not None  # else an arm was asked for by its name
+        if self.events is not None and (assigned or self.shadow):
             self.events.write(
                 "exposure", request_id, user=request.user, arm=runner.arm, ms=round(1e3 * seconds, 3), status=status,
                 empty=empty, simulated=simulated,
@@ -265,6 +266,7 @@ class Service(Arms):
         if self.opener is None:
             raise ValueError("this server was started from models in memory and has no opener to reload with")
         if not self._loading.acquire(blocking=False):
+            log.warning("reload refused", extra={"fields": {"folder": folder, "error": "a reload is under way"}})
             raise ValueError("a reload is under way")
         try:
             loop = asyncio.get_running_loop()
@@ -305,7 +307,9 @@ class Service(Arms):
         turns = Turns([each.turn for each in self.runners.values()], longest=min(SHORT, self.policy.sla / 10))
         scheduler = runner.prepare(model, turns)
         if wrong := probe(model, recorded, turns):
-            raise ValueError(f"{len(wrong)} of {max(1, len(recorded))} recorded requests fail: {'; '.join(wrong[:3])}")
+            raise ValueError(
+                f"problems with recorded requests: {'; '.join(wrong[:3])}{'; and others' * (len(wrong) > 3)}"
+            )
         return model, scheduler
 
     async def drain(self, timeout: float) -> bool:
