@@ -270,7 +270,7 @@ def test_malformed_bodies_do_no_harm(sleeper: Server) -> None:
             file.read(size)
 
 
-def test_a_client_that_leaves_is_not_computed_for(fronts: int) -> None:
+def test_a_client_that_leaves_is_not_computed_for(fronts: int, caplog: pytest.LogCaptureFixture) -> None:
     model = Sleeper({(1, 0): 0.6})
     with Server(model, sla=60.0, port=0, fronts=fronts).background() as server:
         rehearsed = len(model.batches)
@@ -287,6 +287,7 @@ def test_a_client_that_leaves_is_not_computed_for(fronts: int) -> None:
         assert scheduler is not None
         wait_for(lambda: scheduler.running is None and len(scheduler) == 0)
         assert len(model.batches) - rehearsed <= 2  # the one that ran, and at most the one that began meanwhile
+    assert not caplog.records
 
 
 def test_a_busy_server_sheds_at_once_with_the_time_to_come_back(fronts: int) -> None:

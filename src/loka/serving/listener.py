@@ -15,6 +15,7 @@ import errno
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,7 @@ def make_protocol(limits: Limits) -> type:
             self._after_body = 0  # bytes since the last one of a body: trailers, and what chunks say of themselves
             self._full = False  # as many requests wait as may; what follows is dropped
             self._abort: asyncio.TimerHandle | None = None  # runs while the client does not read
+            self._unanswered: deque[Any] = deque()  # requests; uvicorn tells only the last one of a lost connection
             self._lost: list[Any] = []  # called when the connection is lost
             super().connection_made(Whole(transport, self._start_abort))
             if len(self.connections) > limits.connections:
@@ -129,6 +131,7 @@ def make_protocol(limits: Limits) -> type:
             if not self._full:
                 self.scope[DISCONNECT] = self._lost
                 super().on_headers_complete()
+                self._unanswered.append(self.cycle)
 
         def on_body(self, body: bytes) -> None:
             self._after_body = 0
@@ -147,12 +150,16 @@ def make_protocol(limits: Limits) -> type:
 
         def on_response_complete(self) -> None:
             self.transport.flush()
+            if self._unanswered:
+                self._unanswered.popleft()
             super().on_response_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             super().connection_lost(exc)
             self._stop_abort()
+            for cycle in self._unanswered:
+                cycle.disconnected = True
             for tell in self._lost:
                 tell()
             self._lost = []
