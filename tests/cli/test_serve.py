@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,3 +184,21 @@ def test_an_experiment_is_read_from_its_events(tmp_path: Path, capsys: pytest.Ca
     page = render(Results.load(tmp_path / "records"))
     assert "new against base on live traffic" in page
     assert "users are simulated" in page
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_process_with_a_thread_in_a_model_ends_without_waiting_for_it(
+    busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped:
+        ready, url, admin_url, service = False, "", None, SimpleNamespace(failed="stopped", busy=busy)
+
+        def run(self) -> None:
+            """Return at once, as after SIGTERM."""
+
+    ended: list[int] = []
+    monkeypatch.setattr("loka.cli.serve.make_server", lambda *_, **__: Stopped())
+    monkeypatch.setattr("os._exit", ended.append)
+    with contextlib.suppress(SystemExit):
+        cli.main(["serve", "anything", "--log", "none"])
+    assert ended == [0] * busy

@@ -14,7 +14,7 @@ from loka.serving import Front, Policy, Server, Service, Split
 from loka.serving.experiment import EventLog
 from loka.serving.online import judge_experiment, read_events, user_values
 
-from .client import post
+from .client import post, wait_for
 from .sleeper import Sleeper
 
 COST = {(1, 0): 0.001, (8, 0): 0.002}
@@ -142,6 +142,43 @@ def test_events_of_several_processes_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "experiment.json").write_text('{"arms": ["a", "b"]}')
     with pytest.raises(ValueError, match=r"can be read .*shares"):
         judge_experiment(tmp_path)
+
+
+def test_a_line_that_cannot_be_an_event_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    write(tmp_path, 200)
+    before = judge_experiment(tmp_path)
+    (file,) = tmp_path.glob("events-*.jsonl")
+    good, exposure = file.read_bytes(), '{"event": "exposure", "user": "new", "status": 200, "empty": false, "simulated": true, '  # fmt: skip
+    wrong = [
+        exposure + '"request_id": "x", "arm": "a"}',
+        exposure + '"request_id": "x", "arm": "a", "ms": NaN}',
+        exposure + '"request_id": "x", "arm": "of another experiment", "ms": 1.0}',
+        '{"event": "outcome", "request_id": "r0", "name": "buy", "value": NaN}',
+        '{"event": "outcome", "request_id": "r0", "name": "buy", "value": %s}' % ("9" * 400),
+        "[" * 100_000,
+        "null",
+    ]
+    file.write_bytes(good + "\n".join(wrong).encode())
+    after = judge_experiment(tmp_path)
+    assert (after.split, after.requests, after.metrics) == (before.split, before.requests, before.metrics)
+    assert f"{len(wrong)} lines could not be read" in " ".join(after.notes)
+    header = tmp_path / "experiment.json"
+    header.write_text(json.dumps({**json.loads(header.read_text()), "shares": [1]}))
+    with pytest.raises(ValueError, match="one share per arm"):
+        judge_experiment(tmp_path)
+
+
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_an_arm_that_is_asked_for_by_its_name_exposes_nobody(tmp_path: Path, fronts: int) -> None:
+    pytest.importorskip("uvicorn")
+    arms, split = {"a": Sleeper(COST, "a"), "b": Sleeper(COST, "b")}, Split(("a", "b"), (50, 50), "test")
+    body = {"inputs": [{"name": "number", "shape": [1], "datatype": "INT64", "data": [1]}]}
+    with Server(arms, sla=60.0, port=0, split=split, events=tmp_path, fronts=fronts).background() as server:
+        for arm in arms:
+            assert post(server.url, body, path=f"/v2/models/{arm}/infer")[0] == 200
+        assert post(server.url, {"number": 1, "user": 7})[0] == 200
+        wait_for(lambda: len(read_lines(tmp_path)) > 0)
+    assert [line["user"] for line in read_lines(tmp_path)] == [7]
 
 
 def test_a_request_that_is_refused_and_then_answered_counts_as_both(tmp_path: Path) -> None:

@@ -1,6 +1,13 @@
 """What leaves a connection, and when."""
 
-from loka.serving.listener import Whole
+import asyncio
+import socket
+import time
+
+import pytest
+
+from loka.serving import Limits
+from loka.serving.listener import Whole, make_listener
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -45,3 +52,35 @@ def test_what_is_complete_without_a_body_does_not_wait_for_one() -> None:
     whole.close()
     assert wire.written[2:] == [HEAD]
     assert whole.is_closing()
+
+
+def test_a_client_that_does_not_read_is_dropped() -> None:
+    pytest.importorskip("uvicorn")
+
+    async def app(scope: dict, receive: object, send: object) -> None:  # more than the sockets hold
+        size = b"100000000"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", size)]})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": bytes(10**8)})  # type: ignore[operator]
+
+    async def work(request: bytes) -> float:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            server = make_listener(app, listening, Limits(body_seconds=0.3, keep_alive=1), drain=1)
+            serving = asyncio.create_task(server._serve([listening]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            _, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
+            begin = time.monotonic()
+            writer.write(request)
+            await asyncio.sleep(0.1)
+            while server.server_state.connections:
+                assert time.monotonic() - begin < 10
+                await asyncio.sleep(0.01)
+            took = time.monotonic() - begin
+            writer.close()
+            server.should_exit = True
+            await serving
+        return took
+
+    for request in (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"):
+        assert asyncio.run(work(request)) < 2

@@ -15,7 +15,7 @@ from loka.records import LoadTest, load, save
 from loka.report.render import render
 from loka.report.results import Results
 from loka.serving import Server
-from loka.serving.load import Sent, Traffic, describe, look, make_body, send, send_from, summarize
+from loka.serving.load import Sent, Traffic, _Client, describe, look, make_body, send, send_from, summarize
 
 from .sleeper import Sleeper
 
@@ -37,6 +37,12 @@ def test_arrivals_are_drawn_beforehand() -> None:
 def test_a_test_without_a_request_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no request is due within 2 s at 0\.01 per second"):
         asyncio.run(send("http://127.0.0.1:9", Traffic(rate=0.01, seconds=2, sla=1), lambda n, s: b"{}"))
+
+
+def test_a_token_of_several_lines_is_refused_and_an_ipv6_host_is_named_in_brackets() -> None:
+    with pytest.raises(ValueError, match="a line break"):
+        asyncio.run(look("http://127.0.0.1:9", "0123456789abcdef\r\nx-other: 1"))
+    assert b"\r\nhost: [::1]:9\r\n" in _Client("http://[::1]:9", None, 1)._head("GET", "/", 0, "")
 
 
 def test_a_server_of_another_kind_is_named() -> None:

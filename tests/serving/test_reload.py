@@ -1,5 +1,7 @@
 """Putting a new model in place while requests come: none lost, a bad one keeps the old."""
 
+import asyncio
+import contextlib
 import gc
 import http.client
 import json
@@ -159,3 +161,34 @@ def test_models_in_memory_cannot_be_reloaded() -> None:
         status, _, body = post(server.admin_url or "", {"folder": "x"}, path="/reload")
         assert status == 409
         assert "no opener to reload with" in body["error"]["message"]
+
+
+def test_a_server_that_is_stopped_during_a_reload_tells_that_a_thread_is_in_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    opened, going = threading.Event(), threading.Event()
+
+    def open_slowly(folder: str) -> Sleeper:
+        opened.set()
+        going.wait(60)
+        return open_sleeper(folder)
+
+    def ask(server: Server) -> None:
+        with contextlib.suppress(OSError):
+            post(server.admin_url or "", {"folder": "new"}, path="/reload")
+
+    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, opener=open_slowly).background() as server:
+        asking = threading.Thread(target=ask, args=(server,))
+        asking.start()
+        assert opened.wait(30)
+        assert server._loop is not None
+        with caplog.at_level("WARNING", "loka.serving"):  # as after SIGHUP, which has no other answer
+            again = server.service.reload_all({"sleeper": "newer"})
+            asyncio.run_coroutine_threadsafe(again, server._loop).result(30)
+        assert [one.fields for one in caplog.records] == [{"folder": "newer", "error": "a reload is under way"}]  # type: ignore[attr-defined]
+    assert server.service.busy
+    going.set()
+    asking.join(30)
+    end = time.monotonic() + 30
+    while server.service.busy:
+        assert time.monotonic() < end

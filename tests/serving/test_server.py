@@ -1,5 +1,6 @@
 """The server from outside: answers, errors with their causes, limits, tokens, draining. A model that sleeps stands in where only time matters."""
 
+import asyncio
 import base64
 import json
 import logging
@@ -16,6 +17,7 @@ import torch
 
 from loka.inference import EngineConfig, Recommender
 from loka.serving import Job, Limits, Server
+from loka.serving.listener import PIPELINED
 from loka.serving.server import LOGS, log_nothing, log_to_stderr
 from loka.serving.tokens import Tokens
 
@@ -187,6 +189,42 @@ def test_slow_and_endless_senders_are_cut_off(sleeper: Server) -> None:
     assert post(sleeper.url, {"number": 4})[0] == 200
 
 
+def test_what_follows_a_chunked_body_sets_no_headers_and_is_limited(sleeper: Server) -> None:
+    head = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
+    body = b"c\r\n" + b'{"number":4}' + b"\r\n0\r\n"
+    with dial(sleeper.url) as sock:
+        sock.sendall(head + b"connection: close\r\n\r\n" + body + b"x-request-id: trailer\r\n\r\n")
+        said = read_all(sock)
+        assert said.startswith(b"HTTP/1.1 200")
+        assert b"trailer" not in said
+    for endless in (b"a: b\r\n" * 100, b"a" * 500):
+        with dial(sleeper.url) as sock:
+            begin, sent = time.monotonic(), 0
+            sock.sendall(head + b"\r\n" + body[:-5])
+            time.sleep(0.05)
+            sock.sendall(b"\r\n0\r\n" + b"x: ")
+            try:
+                while sent < 10**8:  # 0.3 s later the body would be too slow
+                    sent += sock.send(endless)
+            except OSError:
+                pass
+            assert sent < 10**7
+            assert time.monotonic() - begin < 5
+    assert post(sleeper.url, {"number": 4})[0] == 200
+
+
+def test_requests_that_are_sent_before_the_answers_wait_in_a_short_line(sleeper: Server) -> None:
+    pytest.importorskip("httptools")
+    with dial(sleeper.url) as sock:
+        sock.sendall(b"".join(b"GET /v2 HTTP/1.1\r\nhost: x\r\nx-request-id: n%d\r\n\r\n" % n for n in range(1000)))
+        answers = read_all(sock).split(b"HTTP/1.1 ")[1:]
+    assert len(answers) == 1 + PIPELINED
+    for n, answer in enumerate(answers):
+        assert answer.startswith(b"200")
+        assert b"x-request-id: n%d\r\n" % n in answer
+    assert [b"connection: close" in answer for answer in answers] == [False] * PIPELINED + [True]
+
+
 def test_connections_are_capped_and_the_cap_recovers(sleeper: Server) -> None:
     held = [dial(sleeper.url) for _ in range(60)]
     try:
@@ -232,14 +270,15 @@ def test_malformed_bodies_do_no_harm(sleeper: Server) -> None:
             file.read(size)
 
 
-def test_a_client_that_leaves_is_not_computed_for(fronts: int) -> None:
+def test_a_client_that_leaves_is_not_computed_for(fronts: int, caplog: pytest.LogCaptureFixture) -> None:
     model = Sleeper({(1, 0): 0.6})
     with Server(model, sla=60.0, port=0, fronts=fronts).background() as server:
         rehearsed = len(model.batches)
         sockets = [dial(server.url) for _ in range(5)]
         body = b'{"number": 1}'
-        for sock in sockets:
-            sock.sendall(b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+        request = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body  # fmt: skip
+        for sock, times in zip(sockets, (1, 1, 1, 2, 2), strict=True):
+            sock.sendall(times * request)  # the last two do not wait for their first answer to send another request
             time.sleep(0.01)
         for sock in sockets[1:]:
             sock.close()
@@ -248,6 +287,7 @@ def test_a_client_that_leaves_is_not_computed_for(fronts: int) -> None:
         assert scheduler is not None
         wait_for(lambda: scheduler.running is None and len(scheduler) == 0)
         assert len(model.batches) - rehearsed <= 2  # the one that ran, and at most the one that began meanwhile
+    assert not caplog.records
 
 
 def test_a_busy_server_sheds_at_once_with_the_time_to_come_back(fronts: int) -> None:
@@ -376,6 +416,26 @@ def test_a_token_file_of_any_editor_is_read_and_its_comments_are_no_tokens(tmp_p
     tokens = Tokens(file)
     assert tokens.accept("Bearer first-token-0123456789")
     assert not tokens.accept("Bearer # a comment that is indented")
+    file.write_text("schlüssel-0123456789€", encoding="utf-8")
+    token = "schlüssel-0123456789€".encode().decode("latin-1")  # as a header arrives
+    assert Tokens(file).accept(f"Bearer {token}")
+    assert not Tokens(file).accept(f"Bearer {token[:-1]}")
+
+
+def test_tokens_that_are_written_while_the_file_is_read_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("first-token-0123456789\n")
+
+    class Slow(Tokens):
+        def _read(self) -> list[bytes]:
+            found = super()._read()
+            if "first" in file.read_text():
+                file.write_text("another-token-0123456789\n")
+            return found
+
+    tokens = Slow(file)
+    tokens.refresh()
+    assert tokens.accept("Bearer another-token-0123456789")
 
 
 def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
@@ -455,6 +515,25 @@ def test_a_warming_server_is_alive_but_not_ready(fronts: int) -> None:
     held.__exit__(None, None, None)
 
 
+def test_a_server_that_is_stopped_while_it_warms_up_tells_that_a_thread_is_in_the_model(fronts: int) -> None:
+    going = threading.Event()
+
+    class Slow(Sleeper):
+        def warm(self) -> None:
+            going.wait(60)
+
+    server = Server(Slow(COST), sla=60.0, port=0, fronts=fronts)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    server._listening.wait(30)
+    server.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert server.service.busy
+    going.set()
+    wait_for(lambda: not server.service.busy)
+
+
 def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path, fronts: int) -> None:
     with Server(make_ranker(tmp_path), sla=60.0, port=0, fronts=fronts).background() as server:
         features = {"age": 3, "price": [1.0, 2.5, 0.5], "user": 7, "item": [1, 2, 999], "seen": [4, 5, 6, 7, 8, 9]}
@@ -479,8 +558,56 @@ def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path, fronts: int) 
         ):
             status, _, body = post(server.url, {"features": features | change})
             assert (status, body["error"]["path"]) == (400, path), body
+        for broken in (  # behind the field that is invalid, too
+            b'{"features": {"age": true',
+            b'{"features": {"age": true}, "features": 5}',
+            b'{"features": {"age": true}, "user": ' + b"[" * 100_000,
+        ):
+            status, _, body = post(server.url, broken)
+            assert (status, body["error"]["path"]) == (400, "$.features[...]"), body
+        status, _, data = post(server.url, b"\x82\xa8features\x81\xa3age\xc3\xc1", content_type="application/msgpack")
+        assert (status, msgspec.msgpack.decode(data)["error"]["path"]) == (400, "$.features[...]")
         many = {"age": 3, "price": [1.0] * 33, "user": 7, "item": 1, "seen": []}
         assert post(server.url, {"features": many})[0] == 400
+
+
+def test_a_ranker_takes_tensors_that_fit_its_columns(tmp_path: Path, fronts: int) -> None:
+    fitting = {
+        "age": {"datatype": "FP64", "shape": [2], "data": [0.5, 1]},
+        "price": {"datatype": "FP32", "shape": [2, 1], "data": [1, 2]},
+        "user": {"datatype": "UINT64", "shape": [2], "data": [1, 2]},
+        "item": {"datatype": "UINT8", "shape": [2], "data": [3, 4]},
+        "seen": {"datatype": "INT32", "shape": [2, 2], "data": [1, 2, 3, 4]},
+    }
+
+    def infer(change: dict, parameters: dict, **headers: str) -> tuple[int, dict]:
+        inputs = [{"name": name, **one} for name, one in (fitting | change).items()]
+        status, _, found = post(
+            server.url, {"inputs": inputs, "parameters": parameters}, path="/v2/models/ranker/infer", **headers
+        )
+        return status, found
+
+    with Server(make_ranker(tmp_path), sla=60.0, port=0, fronts=fronts).background() as server:
+        features = {"age": [0.5, 1], "price": [1, 2], "user": [1, 2], "item": [3, 4], "seen": [[1, 2], [3, 4]]}
+        plain = post(server.url, {"features": features})[2]["scores"]
+        status, found = infer({}, {})
+        assert status == 200, found
+        assert {out["name"]: out["data"] for out in found["outputs"]} == plain
+        assert infer({}, {}, content_encoding="gzip")[0] == 415
+        for change, parameters, path in (
+            ({"age": {"datatype": "FP32", "shape": [], "data": [1.0]}}, {}, "$.inputs.age"),
+            ({"user": {"datatype": "FP32", "shape": [2], "data": [1.7, 2.2]}}, {}, "$.inputs.user"),  # not ids 1 and 2
+            ({"user": {"datatype": "UINT64", "shape": [1], "data": [2**64 - 1]}}, {}, "$.inputs.user"),
+            ({"seen": {"datatype": "FP32", "shape": [2, 1], "data": [1.5, 2]}}, {}, "$.inputs.seen"),
+            ({}, {"features": features}, "$.parameters.features"),
+            (
+                {"age": {"datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 8.0}}},
+                {},
+                "$.inputs[0].parameters.binary_data_size",
+            ),
+        ):
+            status, found = infer(change, parameters)
+            assert (status, found["error"]["path"]) == (400, path), found
 
 
 def test_open_inference_protocol_by_hand(generative: Server) -> None:

@@ -17,7 +17,9 @@ client; 2 if the request is invalid.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,6 +122,10 @@ def serve(
         log_to_stderr(logging.INFO if log == "all" else logging.WARNING)
     tell(server, json_)
     server.run()
+    if server.service.busy:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def make_server(

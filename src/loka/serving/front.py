@@ -245,6 +245,7 @@ class Front:
 
     async def _infer(self, call: Call, runner: Any) -> None:
         self._shed_if_lagging(call)
+        wire.check_encoding(call.header(b"content-encoding"))
         body = await self._read_body(call)
         infer, request = v2.read(body, call.header(b"inference-header-content-length"), runner.model)
         if self.service.split is not None and request.user is not None:

@@ -239,7 +239,7 @@ class RemoteService(Arms):
 
     def expose(self, request: Any, request_id: str, runner: Any, *, seconds: float, status: int, empty: bool, simulated: bool) -> None:  # fmt: skip
         """Have the exposure written, once per request id."""
-        if self.settings.experiment:
+        if self.settings.experiment and (request.user is not None or self.settings.shadow):
             fields = {
                 "user": request.user,
                 "arm": runner.arm,

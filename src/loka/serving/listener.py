@@ -1,11 +1,13 @@
 """uvicorn's HTTP protocol with limits that must be enforced before there is a request.
 
 A connection beyond the cap is closed at once. A request head that does not arrive in time gets a 408, one that is too
-large a 431, so that slow or endless headers cannot hold connections. The rest of a body whose request was answered
-without reading it is dropped as it arrives, within the time for a body: closing the connection instead would often lose
-the answer, and cost a new connection. A lost connection cancels the work for it. Head and body of a response are sent
-in one write, so that a killed process has sent either all of it or nothing. The protocol class of uvicorn is extended:
-httptools if installed, otherwise h11.
+large a 431, so that slow or endless headers cannot hold connections. What follows a chunked body (trailers) is dropped,
+and limited like a head: clients could otherwise set headers there, or fill the memory. Of requests that a client sends
+before earlier ones are answered, `PIPELINED` wait; the connection ends after them. It also ends if a client does not
+read its answers. The rest of a body whose request was answered without reading it is dropped as it arrives, within the
+time for a body: closing the connection instead would often lose the answer, and cost a new connection. A lost
+connection cancels the work for it. Head and body of a response are sent in one write, so that a killed process has sent
+either all of it or nothing. The protocol class of uvicorn is extended: httptools if installed, otherwise h11.
 """
 
 import asyncio
@@ -13,18 +15,26 @@ import errno
 import logging
 import socket
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from loka.serving.call import DISCONNECT, READ, Limits
 
+PIPELINED = 16  # requests of a connection that wait; httptools parses all that arrive, h11 waits by itself
 _CLOSED = "HTTP/1.1 {}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class Whole:
-    """A transport that holds back the head of a response and sends it together with the body, the next write."""
+    """A transport that holds back the head of a response and sends it together with the body, the next write.
 
-    def __init__(self, transport: Any) -> None:
-        self._transport, self._head = transport, b""
+    Args:
+        transport: the transport.
+        closed: called when it was closed; it still sends what it holds.
+    """
+
+    def __init__(self, transport: Any, closed: Callable[[], object] = lambda: None) -> None:
+        self._transport, self._closed, self._head = transport, closed, b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -46,6 +56,7 @@ class Whole:
         """Send a held-back head, and close."""
         self.flush()
         self._transport.close()
+        self._closed()
 
 
 def make_protocol(limits: Limits) -> type:
@@ -65,19 +76,26 @@ def make_protocol(limits: Limits) -> type:
             self._timer: asyncio.TimerHandle | None = None
             self._head = 0  # bytes of the request head so far
             self._sends_body = False
+            self._after_body = 0  # bytes since the last one of a body: trailers, and what chunks say of themselves
+            self._full = False  # as many requests wait as may; what follows is dropped
+            self._abort: asyncio.TimerHandle | None = None  # runs while the client does not read
+            self._unanswered: deque[Any] = deque()  # requests; uvicorn tells only the last one of a lost connection
             self._lost: list[Any] = []  # called when the connection is lost
-            super().connection_made(Whole(transport))
+            super().connection_made(Whole(transport, self._start_abort))
             if len(self.connections) > limits.connections:
                 self._close("503 Service Unavailable")
                 return
             self._start_timer()
 
         def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self._full:
                 return
             before, read, body = self.cycle, time.monotonic(), self._in_body()
+            self._after_body += len(data)
             super().data_received(data)
-            if self._awaits_head() and body:  # the rest of a body that nobody reads
+            if body and self._sends_body and self._after_body > limits.header_bytes:
+                self._close("431 Request Header Fields Too Large")
+            elif self._awaits_head() and body:  # the rest of a body that nobody reads
                 if not self._in_body():
                     self._stop_timer()
                     self._wait_for_next()
@@ -92,7 +110,6 @@ def make_protocol(limits: Limits) -> type:
             else:
                 self._stop_timer()
                 if self.cycle is not before:
-                    self._lost = []
                     self.cycle.scope[DISCONNECT] = self._lost
                     if not getattr(self, "pipeline", None):  # else it waits for the answer before it, not for the loop
                         self.cycle.scope[READ] = read
@@ -103,13 +120,28 @@ def make_protocol(limits: Limits) -> type:
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-        def on_headers_complete(self) -> None:  # called by httptools, as the next
+        def on_header(self, name: bytes, value: bytes) -> None:  # called by httptools, as the next three
+            if not self._sends_body:  # else it is a trailer
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
             self._sends_body = True
-            super().on_headers_complete()
+            if len(self.pipeline) >= PIPELINED:
+                self._full, self.cycle.keep_alive = True, False
+            if not self._full:
+                self.scope[DISCONNECT] = self._lost
+                super().on_headers_complete()
+                self._unanswered.append(self.cycle)
+
+        def on_body(self, body: bytes) -> None:
+            self._after_body = 0
+            if not self._full:
+                super().on_body(body)
 
         def on_message_complete(self) -> None:
             self._sends_body = False
-            super().on_message_complete()
+            if not self._full:
+                super().on_message_complete()
 
         def _in_body(self) -> bool:
             """Return True if the client has sent a request head, and not yet all of its body."""
@@ -118,14 +150,38 @@ def make_protocol(limits: Limits) -> type:
 
         def on_response_complete(self) -> None:
             self.transport.flush()
+            if self._unanswered:
+                self._unanswered.popleft()
             super().on_response_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             super().connection_lost(exc)
+            self._stop_abort()
+            for cycle in self._unanswered:
+                cycle.disconnected = True
             for tell in self._lost:
                 tell()
             self._lost = []
+
+        def pause_writing(self) -> None:
+            self._start_abort()
+            super().pause_writing()
+
+        def resume_writing(self) -> None:
+            if not self.transport.is_closing():
+                self._stop_abort()
+            super().resume_writing()
+
+        def _start_abort(self) -> None:
+            """Give the client time to read what was sent; then drop it, and the connection."""
+            if self._abort is None:
+                self._abort = self.loop.call_later(limits.body_seconds, self.transport.abort)
+
+        def _stop_abort(self) -> None:
+            if self._abort is not None:
+                self._abort.cancel()
+                self._abort = None
 
         def _awaits_head(self) -> bool:
             """Return True if no request is being answered, so that arriving bytes belong to a request head."""

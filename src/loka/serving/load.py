@@ -98,14 +98,17 @@ class _Client:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r}: expected http://host:port")
+        if token is not None and not token.isprintable():
+            raise ValueError("the token holds a line break or another control character; expected one line of text")
         self.host, self.port, self.token, self.kind = parts.hostname, parts.port or 80, token, kind
+        self.named = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         self.free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self.room = asyncio.Semaphore(most)
 
     def _head(self, method: str, path: str, size: int, extra: str) -> bytes:
         token = f"authorization: Bearer {self.token}\r\n" if self.token else ""
         kind = f"content-type: {self.kind}\r\n" if size else ""
-        return f"{method} {path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-length: {size}\r\n{kind}{token}{extra}\r\n".encode()
+        return f"{method} {path} HTTP/1.1\r\nhost: {self.named}\r\ncontent-length: {size}\r\n{kind}{token}{extra}\r\n".encode()
 
     async def ask(self, method: str, path: str, body: bytes = b"", extra: str = "") -> tuple[int, bytes]:
         """Send a request; return status and body. Raises OSError if the connection breaks."""

@@ -13,23 +13,49 @@ its client tried again with the same id, counts as both. An outcome counts once 
 requests that were answered.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from loka.metrics import Moments, check_ratio_anytime, compare_anytime
 from loka.records import Guardrail, Interval, OnlineMetric, OnlineTest, SplitCheck, capture_environment
-from loka.serving.experiment import Described
+from loka.serving.experiment import Described, Split
 
 THRESHOLD = 0.001  # p-value of a sample-ratio mismatch
 SURE = 3.29  # standard errors: one in a thousand, two-sided
 # Limits of the guardrails: factor on p99 latency, additional share of refused and of empty answers
 SLOWER, SHED_MORE, EMPTIER = 1.1, 0.01, 0.01
+
+
+class Exposure(msgspec.Struct, tag_field="event", tag="exposure"):
+    """A line of an events file: a request of a user was answered, or refused."""
+
+    request_id: str
+    user: str | int | None
+    arm: str
+    ms: float
+    status: int
+    empty: bool
+    simulated: bool
+
+
+class Outcome(msgspec.Struct, tag_field="event", tag="outcome"):
+    """A line of an events file: what came of an answer."""
+
+    request_id: str
+    name: str
+    value: float
+
+
+class Shadow(msgspec.Struct, tag_field="event", tag="shadow"):
+    """A line of an events file: the second model's answer in shadow mode."""
+
+
+Line = Exposure | Outcome | Shadow
+_decoder: "msgspec.json.Decoder[Line]" = msgspec.json.Decoder(Line)
 
 
 @dataclass
@@ -64,6 +90,7 @@ def read_events(folder: str | Path) -> Events:
     place = Path(folder)
     try:
         header = msgspec.json.decode((place / "experiment.json").read_bytes(), type=Described)
+        Split(tuple(header.arms), tuple(header.shares), header.salt)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{place}: no experiment.json that can be read ({error}); hint: loka serve A B --events {place}"
@@ -74,10 +101,9 @@ def read_events(folder: str | Path) -> Events:
     for path in sorted(place.glob("events-*.jsonl")):
         for line in path.read_bytes().splitlines():
             try:
-                event = json.loads(line)
-                _add_event(event, events, seen, outcomes)
-            except (ValueError, KeyError, TypeError):
-                events.damaged += 1  # a killed process may leave an incomplete line
+                _add_event(_decoder.decode(line), events, seen, outcomes)
+            except (ValueError, KeyError, RecursionError):
+                events.damaged += 1  # a killed process may leave an incomplete line; or it is of another arm
     for (request_id, name), value in outcomes.items():
         if (request_id, True) not in seen:
             events.orphans += 1
@@ -88,28 +114,27 @@ def read_events(folder: str | Path) -> Events:
     return events
 
 
-def _add_event(event: dict[str, Any], events: Events, seen: dict[tuple[str, bool], tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
-    kind, request_id = event["event"], event["request_id"]
-    if kind == "outcome":
-        if (request_id, event["name"]) in outcomes:
+def _add_event(event: Line, events: Events, seen: dict[tuple[str, bool], tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
+    if isinstance(event, Shadow):
+        events.shadows += 1
+        return
+    if isinstance(event, Outcome):
+        if (event.request_id, event.name) in outcomes:
             events.duplicates += 1
         else:
-            outcomes[request_id, event["name"]] = float(event["value"])
+            outcomes[event.request_id, event.name] = event.value
         return
-    events.shadows += kind == "shadow"
-    if kind != "exposure":
-        return
-    user, arm, answered = str(event["user"]), events.arms[event["arm"]], event["status"] == 200
-    if (request_id, answered) in seen:
+    user, arm, answered = str(event.user), events.arms[event.arm], event.status == 200
+    if (event.request_id, answered) in seen:
         events.duplicates += 1
         return
-    seen[request_id, answered] = (user, event["arm"])
-    events.simulated |= bool(event["simulated"])
+    seen[event.request_id, answered] = (user, event.arm)
+    events.simulated |= event.simulated
     if answered:
         arm.exposures[user] = arm.exposures.get(user, 0) + 1
         arm.answered += 1
-        arm.empty += bool(event["empty"])
-        arm.milliseconds.append(float(event["ms"]))
+        arm.empty += event.empty
+        arm.milliseconds.append(event.ms)
     else:
         arm.refused += 1
         arm.exposures.setdefault(user, 0)
@@ -145,7 +170,7 @@ def judge_experiment(
     if both:
         notes.append(f"{len(both)} users were in both arms: the assignment was not sticky")
     if events.damaged:
-        notes.append(f"{events.damaged} lines could not be read and were left out")
+        notes.append(f"{events.damaged} line{'s' * (events.damaged != 1)} could not be read and left out")
     if events.orphans:
         notes.append(f"{events.orphans} outcome{'s' * (events.orphans != 1)} without an answered request left out")
     if events.simulated:

@@ -97,15 +97,19 @@ class RankReader(Reader):
 
         `parameters` are the other fields of the request.
         """
+        if "features" in parameters:
+            raise FieldError("$.parameters.features", "is not a parameter: the features are the inputs")
         features: dict[str, Any] = {}
         for name, array in tensors.items():
+            real, path = name in self.rows.dense, f"$.inputs.{name}"
+            if not real and (array.dtype.kind not in "biu" or array.max(initial=0) >= 2**63):  # a cast would change it
+                raise FieldError(path, f"holds {array.dtype}; expected integers below 2^63")
             if name in self.rows.sequences:
-                features[name] = array.tolist()
+                features[name] = array.astype(np.int64).tolist()
                 continue
-            kind = "<f4" if name in self.rows.dense else "<i8"
-            if array.size != array.shape[0]:
-                raise FieldError(f"$.inputs.{name}", f"shape {list(array.shape)}; expected one value per row")
-            features[name] = array.reshape(-1).astype(kind).tobytes()
+            if array.shape[:1] != (array.size,):
+                raise FieldError(path, f"shape {list(array.shape)}; expected one value per row")
+            features[name] = array.reshape(-1).astype("<f4" if real else "<i8").tobytes()
         return msgspec.convert({"features": features, **parameters}, RankRequest)
 
     def to_tensors(self, answer: Ranked) -> dict[str, Any]:

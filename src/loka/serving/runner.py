@@ -117,6 +117,7 @@ class Runner:
         self.turn = Turn()  # of the engine while batches are in flight
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: threading.Thread | None = None
         self._next: tuple[Servable, Scheduler, asyncio.Future[None]] | None = None
         self._closing = self._stopped = False
         self._seen = 0
@@ -125,7 +126,8 @@ class Runner:
         """Start the engine thread, warm and time every bucket there, and then accept requests."""
         self._loop = asyncio.get_running_loop()
         warm: asyncio.Future[None] = self._loop.create_future()
-        threading.Thread(target=self._run_engine, args=(warm,), name=f"loka-{self.arm}", daemon=True).start()
+        self._engine = threading.Thread(target=self._run_engine, args=(warm,), name=f"loka-{self.arm}", daemon=True)
+        self._engine.start()
         await warm
 
     def _run_engine(self, warm: "asyncio.Future[None]") -> None:
@@ -386,6 +388,14 @@ class Runner:
         with self._changed:
             self._closing = self._stopped = True
             self._changed.notify()
+
+    @property
+    def busy(self) -> bool:
+        """After `close`: whether the engine thread is still inside the model, which cannot be interrupted."""
+        if self._engine is None:
+            return False
+        self._engine.join(0.1)
+        return self._engine.is_alive()
 
 
 def settle_heap() -> None:

@@ -127,6 +127,7 @@ class Service(Arms):
         self.codec = Codec(self.first.model.request_type)
         self.failed: str | None = None
         self._loading = threading.Lock()
+        self._opening = False  # whether the loader's thread is inside a new model
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loka-loader")
         self._shadows: set[asyncio.Task[None]] = set()
         self._pulse: asyncio.Task[None] | None = None
@@ -214,7 +215,8 @@ class Service(Arms):
         simulated: bool,
     ) -> None:
         """Write the exposure, once per request id."""
-        if self.events is not None and (self.split is not None or self.shadow):
+        assigned = self.split is not None and request.user is not None  # else an arm was asked for by its name
+        if self.events is not None and (assigned or self.shadow):
             self.events.write(
                 "exposure", request_id, user=request.user, arm=runner.arm, ms=round(1e3 * seconds, 3), status=status,
                 empty=empty, simulated=simulated,
@@ -264,6 +266,7 @@ class Service(Arms):
         if self.opener is None:
             raise ValueError("this server was started from models in memory and has no opener to reload with")
         if not self._loading.acquire(blocking=False):
+            log.warning("reload refused", extra={"fields": {"folder": folder, "error": "a reload is under way"}})
             raise ValueError("a reload is under way")
         try:
             loop = asyncio.get_running_loop()
@@ -286,6 +289,13 @@ class Service(Arms):
                 await self.reload(arm, folder)
 
     def _open(self, runner: Runner, folder: str, recorded: Sequence[Any]) -> Any:
+        self._opening = True
+        try:
+            return self._prepare(runner, folder, recorded)
+        finally:
+            self._opening = False
+
+    def _prepare(self, runner: Runner, folder: str, recorded: Sequence[Any]) -> Any:
         assert self.opener is not None  # checked by reload
         model = self.opener(folder)
         if model.request_type is not runner.model.request_type:
@@ -297,7 +307,9 @@ class Service(Arms):
         turns = Turns([each.turn for each in self.runners.values()], longest=min(SHORT, self.policy.sla / 10))
         scheduler = runner.prepare(model, turns)
         if wrong := probe(model, recorded, turns):
-            raise ValueError(f"{len(wrong)} of {max(1, len(recorded))} recorded requests fail: {'; '.join(wrong[:3])}")
+            raise ValueError(
+                f"problems with recorded requests: {'; '.join(wrong[:3])}{'; and others' * (len(wrong) > 3)}"
+            )
         return model, scheduler
 
     async def drain(self, timeout: float) -> bool:
@@ -314,6 +326,11 @@ class Service(Arms):
         self._loader.shutdown(wait=False, cancel_futures=True)
         if self.events is not None:
             self.events.close()
+
+    @property
+    def busy(self) -> bool:
+        """After `close`: whether a thread is still inside a model. It would abort the end of the process, or delay it."""
+        return self._opening or any(runner.busy for runner in self.runners.values())
 
 
 def _items(answer: Any) -> list[Any]:

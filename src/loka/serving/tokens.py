@@ -29,15 +29,15 @@ class Tokens:
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self.clock = Path(path), clock
+        self._stamp, self._looked = self._stat(), clock()  # before reading: what is written meanwhile is read again
         self._digests = self._read()
-        self._stamp, self._looked = self._stat(), clock()
 
     def accept(self, header: str | None) -> bool:
         """Return True if an Authorization header carries one of the tokens."""
         if self.clock() - self._looked >= EVERY:
             self.refresh()
         scheme, _, token = (header or "").partition(" ")
-        given = _digest(token.strip())
+        given = _digest(token.strip().encode("latin-1", "replace"))  # the bytes that came
         found = [hmac.compare_digest(given, known) for known in self._digests]
         return any(found) and scheme.lower() == "bearer"
 
@@ -70,8 +70,8 @@ class Tokens:
                 f"{self.path}: expected at least one token, each of {SHORTEST} characters or more; "
                 "hint: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-        return [_digest(token) for token in tokens]
+        return [_digest(token.encode()) for token in tokens]
 
 
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "replace")).digest()
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

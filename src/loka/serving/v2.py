@@ -93,7 +93,7 @@ def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:
             raise FieldError(f"{path}.shape", f"{count} values; a tensor may have {MOST}")
         size = one.parameters.get("binary_data_size")
         if size is not None:
-            if size != count * kind.itemsize or size > len(rest) or one.data is not None:
+            if type(size) is not int or size != count * kind.itemsize or size > len(rest) or one.data is not None:
                 raise FieldError(
                     f"{path}.parameters.binary_data_size",
                     f"{size}; expected {count * kind.itemsize} of the {len(rest)} bytes left, and no data",

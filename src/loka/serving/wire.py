@@ -50,7 +50,11 @@ class Codec:
         mapping = get_type_hints(self._kind, include_extras=True)[found[1]]
         _, kind = get_args(get_args(mapping)[0] if get_origin(mapping) is Annotated else mapping)
         read = msgspec.json.decode if content_type == JSON else msgspec.msgpack.decode
-        for name, value in read(body)[found[1]].items():
+        try:
+            entries = read(body, type=dict[str, Any])[found[1]]
+        except (ValueError, RecursionError):  # more than this field is invalid, behind it
+            return refused
+        for name, value in entries.items() if isinstance(entries, dict) else ():  # a field may be given twice
             try:
                 msgspec.convert(value, kind)
             except msgspec.ValidationError as error:
@@ -78,9 +82,14 @@ def content_type(value: str | None, encoding: str | None) -> str:
     if kind != JSON and kind not in MSGPACK:
         seen = f"content type {kind!r}" if kind else "no content type"
         raise Refused(415, "content-type", f"{seen}; expected {JSON} or {MSGPACK[0]}")
+    check_encoding(encoding)
+    return kind
+
+
+def check_encoding(encoding: str | None) -> None:
+    """Refuse a compressed body, with 415."""
     if encoding and encoding.strip().lower() != "identity":
         raise Refused(415, "content-encoding", "compressed bodies are not supported")
-    return kind
 
 
 def encode(value: Any, kind: str) -> bytes:
