@@ -181,6 +181,22 @@ def test_an_arm_that_is_asked_for_by_its_name_exposes_nobody(tmp_path: Path, fro
     assert [line["user"] for line in read_lines(tmp_path)] == [7]
 
 
+@pytest.mark.parametrize("who", ["one user", "a fifth of them"])
+def test_a_guardrail_is_about_users(who: str, tmp_path: Path) -> None:
+    """One client that breaks off a thousand requests says nothing about its arm; many users who get no answer do."""
+    split = Split(("base", "new"), (50, 50), "sim")
+    log, reached = EventLog(tmp_path, split), [n for n in range(1000) if split.arm(n) == "new"]
+    unlucky = dict.fromkeys(reached[:1], 1000) if who == "one user" else dict.fromkeys(reached[::5], 2)
+    for n in range(1000):
+        statuses = [200, 200, *[499] * unlucky.get(n, 0)]
+        for at, status in enumerate(statuses):
+            log.write("exposure", f"{n}-{at}", user=n, arm=split.arm(n), ms=5.0, status=status, empty=False, simulated=True)  # fmt: skip
+    log.close()
+    refused = next(g for g in judge_experiment(tmp_path).guardrails if g.name == "refused")
+    assert refused.candidate > 0.1 > refused.baseline
+    assert (refused.broken, refused.doubtful) == ((False, True) if who == "one user" else (True, False))
+
+
 def test_a_request_that_is_refused_and_then_answered_counts_as_both(tmp_path: Path) -> None:
     """Its outcome divided by no answer would make the arm that refuses more look better."""
     log = EventLog(tmp_path, Split(("a", "b"), (50, 50), "test"))

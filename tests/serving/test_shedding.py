@@ -4,12 +4,14 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from loka.serving import Limits, Policy, Server, Service
 from loka.serving.call import READ
 from loka.serving.front import Front
+from loka.serving.service import Arms
 
 from .client import dial, post, wait_for
 from .sleeper import Sleeper
@@ -35,6 +37,16 @@ def test_a_starved_event_loop_sheds_before_it_reads() -> None:
         assert (status, body["error"]["reason"], headers["retry-after"]) == (429, "lag", "4")
         server.service.lag = 0.0
         assert post(server.url, {"number": 1})[0] == 200
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_lag_counts_once_the_models_are_ready(ready: bool) -> None:
+    """Preparing a model stops the loop for tenths of a second; the first request after it was shed for that."""
+    arms, clock = Arms(), iter([0.0, 3.0, 3.0])
+    arms.ready, arms.clock = ready, lambda: next(clock)
+    with suppress(RuntimeError):  # a coroutine's StopIteration, at the fourth look at the clock
+        asyncio.run(arms.measure_lag())
+    assert (arms.lag > 2) == ready
 
 
 def test_time_between_reading_a_request_and_looking_at_it_counts() -> None:

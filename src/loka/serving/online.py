@@ -60,14 +60,23 @@ _decoder: "msgspec.json.Decoder[Line]" = msgspec.json.Decoder(Line)
 
 @dataclass
 class Arm:
-    """The events of one arm."""
+    """The events of one arm, by user."""
 
-    exposures: dict[str, int] = field(default_factory=dict)  # by user
+    exposures: dict[str, int] = field(default_factory=dict)  # answered requests; 0 for a user who got no answer
+    refusals: dict[str, int] = field(default_factory=dict)
+    empties: dict[str, int] = field(default_factory=dict)  # answers without an item
     milliseconds: list[float] = field(default_factory=list)
-    refused: int = 0
-    empty: int = 0
-    answered: int = 0
     totals: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> user -> sum
+
+    @property
+    def answered(self) -> int:
+        """How many requests were answered."""
+        return sum(self.exposures.values())
+
+    @property
+    def refused(self) -> int:
+        """How many requests were refused, or given up by the client."""
+        return sum(self.refusals.values())
 
 
 @dataclass
@@ -132,11 +141,10 @@ def _add_event(event: Line, events: Events, seen: dict[tuple[str, bool], tuple[s
     events.simulated |= event.simulated
     if answered:
         arm.exposures[user] = arm.exposures.get(user, 0) + 1
-        arm.answered += 1
-        arm.empty += event.empty
+        arm.empties[user] = arm.empties.get(user, 0) + event.empty
         arm.milliseconds.append(event.ms)
     else:
-        arm.refused += 1
+        arm.refusals[user] = arm.refusals.get(user, 0) + 1
         arm.exposures.setdefault(user, 0)
 
 
@@ -227,16 +235,31 @@ def _check_guardrails(baseline: Arm, candidate: Arm) -> list[Guardrail]:
         Guardrail(name="p99 ms", baseline=base_p99, candidate=cand_p99, limit=f"<= {SLOWER:g} x baseline", broken=slow, doubtful=over)
     ]  # fmt: skip
     shares = (
-        ("refused", SHED_MORE, [(arm.refused, arm.answered + arm.refused) for arm in (baseline, candidate)]),
-        ("empty", EMPTIER, [(arm.empty, arm.answered) for arm in (baseline, candidate)]),
-    )
-    for name, limit, ((x, n), (y, m)) in shares:
-        p, q = x / n if n else 0.0, y / m if m else 0.0
-        error = math.sqrt(p * (1 - p) / max(n, 1) + q * (1 - q) / max(m, 1)) + 1 / max(n, 1) + 1 / max(m, 1)
-        broken = min(n, m) > 0 and q - p - SURE * error > limit
+        ("refused", SHED_MORE, [_share(arm.refusals, _add(arm.exposures, arm.refusals)) for arm in (baseline, candidate)]),
+        ("empty", EMPTIER, [_share(arm.empties, arm.exposures) for arm in (baseline, candidate)]),
+    )  # fmt: skip
+    for name, limit, ((p, one), (q, other)) in shares:
+        broken = q - p - SURE * math.hypot(one, other) > limit
         over = not broken and q - p > limit
         found.append(Guardrail(name=name, baseline=p, candidate=q, limit=f"<= baseline + {limit:g}", broken=broken, doubtful=over))  # fmt: skip
     return found
+
+
+def _add(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {user: a.get(user, 0) + b.get(user, 0) for user in a.keys() | b.keys()}
+
+
+def _share(part: dict[str, int], whole: dict[str, int]) -> tuple[float, float]:
+    """Return the share of requests, and its standard error over users, whose requests are not independent of each other.
+
+    One user who breaks off a thousand requests must not stop an experiment. The error is infinite below two users.
+    """
+    users, total = sum(count > 0 for count in whole.values()), sum(whole.values())
+    if users < 2:
+        return (sum(part.values()) / total if total else 0.0), math.inf
+    share = sum(part.values()) / total
+    squares = sum((part.get(user, 0) - share * count) ** 2 for user, count in whole.items())
+    return share, math.sqrt(squares * users / (users - 1)) / total + 1 / total
 
 
 def _p99(values: list[float]) -> tuple[float | None, float, float | None]:

@@ -22,10 +22,8 @@ from loka.serving.telemetry import Telemetry
 from loka.serving.wire import Codec
 
 log = logging.getLogger("loka.serving")
-PULSE, FADE = (
-    0.01,
-    0.5,
-)  # seconds between measurements of the event loop's lag, and the factor by which an old one decays
+PULSE = 0.01  # seconds between measurements of the event loop's lag
+FADE = 0.5  # the factor by which an old one decays
 Opener = Callable[[str], Servable]
 
 
@@ -78,11 +76,14 @@ class Arms:
         raise NotImplementedError
 
     async def measure_lag(self) -> None:
-        """Keep `lag` up to date. Deadlines include the time that requests wait in the socket of a busy machine."""
+        """Keep `lag` up to date. Deadlines include the time that requests wait in the socket of a busy machine.
+
+        What stopped the loop before the models were ready, as warming and collecting garbage do, kept no request waiting.
+        """
         while True:
-            before = self.clock()
+            before, served = self.clock(), self.ready
             await asyncio.sleep(PULSE)
-            self.lag = max(0.0, self.clock() - before - PULSE, FADE * self.lag)
+            self.lag = max(0.0, self.clock() - before - PULSE, FADE * self.lag) if served else 0.0
 
 
 class Service(Arms):
