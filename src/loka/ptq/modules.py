@@ -17,7 +17,6 @@ new ones are prepared in the call.
 """
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -266,8 +265,9 @@ def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.
 def _carry_over(module: Site, made: _Quantized) -> None:
     """Give a replacement the forward hooks of a module, which their handles still remove, and what was set on it."""
     known = set(dir(made))
-    for of in (vars, *(attrgetter(name) for name in ("_parameters", "_buffers", "_modules"))):
-        of(made).update({name: value for name, value in of(module).items() if name not in known})
+    for of in ("__dict__", "_parameters", "_buffers", "_modules"):
+        there = getattr(module, of)
+        getattr(made, of).update({name: value for name, value in there.items() if name not in known})
     made._non_persistent_buffers_set |= module._non_persistent_buffers_set
     vars(made).update({name: value for name, value in vars(module).items() if name.startswith(_FORWARD_HOOKS)})
 
