@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import loka
 from loka import mods
 
 from .zoo import assert_same_state, snapshot
@@ -167,3 +168,14 @@ def test_features_that_are_written_to_afterwards_are_left() -> None:
     assert "written to in place afterwards" in str(done)
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(torch.autograd.grad(compiled(x).square().sum(), list(model.parameters())), expected)
+
+
+def test_what_converts_says_who_rewrote_a_linear() -> None:
+    """It is an `nn.Linear` in the user's code: "a forward of its own" would name nothing that they can find there."""
+    model, x = make()
+    mods.apply(model, [mods.parse("feature_layout")], example=x)
+    done = loka.convert(model, recipe="rowwise")
+    assert list(done.converted) == ["last"]
+    assert {done.kept[name].partition(":")[0] for name in ("compress", "shortcut")} == {
+        "rewritten by the mod feature_layout"
+    }

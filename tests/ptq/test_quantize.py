@@ -517,6 +517,41 @@ def test_a_weight_that_no_batch_showed_to_be_read_is_read_with_its_scale(recipe:
     assert not torch.equal(torch.func.functional_call(model, held, (x,)), model(x))
 
 
+def _double(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+    return output * module.factor + module.offset
+
+
+def _hooked() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    model[0].factor = 2.0
+    model[0].register_buffer("offset", torch.ones(64))
+    model[0].register_buffer("rate", torch.ones(()), persistent=False)
+    model[0].register_forward_hook(_double, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("scales", ["dynamic", "static"])
+def test_hooks_of_a_linear_run_on(scales: str, tmp_path: Path) -> None:
+    """They see what the linear had besides its weight, and their handles remove them."""
+    model, x = _hooked(), torch.randn(32, 64)
+    handle = model[2].register_forward_pre_hook(lambda module, args: (-args[0],))
+    exact, keys = model(x), {*model.state_dict()}
+    summary = loka.quantize(model, "tensorwise", scales=scales, batches=[x], backend="reference")
+    assert (model(x) - exact).norm() < 0.1 * exact.norm()
+    assert {*model.state_dict()} - keys <= {"0.weight_scale", "2.weight_scale"}
+    assert keys <= {*model.state_dict()}
+    turned = model(x)
+    handle.remove()
+    bias = model[2].bias
+    torch.testing.assert_close(model(x) - bias, bias - turned)
+    if scales == "dynamic":
+        save(model, summary, tmp_path / "model.safetensors", dtype=torch.float32)
+        loaded, _ = load_quantized(tmp_path / "model.safetensors", build=_hooked, backend="reference")
+        assert torch.equal(loaded(x), model(x))
+        assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
 def _plan_with_linears(model: nn.Module) -> Plan:
     """Every linear by the recipe rowwise, also those that a report would keep."""
     choices = [choice_of(gemm, recipe_named("rowwise").operands(gemm), "asked for") for gemm in GEMMS]

@@ -309,7 +309,8 @@ def refuse(module: nn.Module) -> str | None:
         return "has parametrised weights; hint: remove the parametrisation"
     forward = type(module).forward
     if forward is not nn.Linear.forward and not getattr(forward, "loka_is_linear", False):  # the mod align_shapes
-        return f"is a {type(module).__name__} with a forward of its own"
+        why: str = getattr(forward, "loka_refused", f"is a {type(module).__name__} with a forward of its own")
+        return why  # a mod says what its forward does
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if own := [name for name in _NAMES if name in vars(module) or hasattr(type(module), name)]:

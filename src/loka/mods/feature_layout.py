@@ -51,6 +51,10 @@ class OverFeatures(nn.Module):
             y = y + self.bias.to(y.dtype)[:, None]
         return y.transpose(-1, -2)
 
+    forward.loka_refused = (  # type: ignore[attr-defined]
+        "rewritten by the mod feature_layout: it multiplies over features where they lie, in 16 bits"
+    )
+
 
 @dataclass(frozen=True)
 class FeatureLayout:

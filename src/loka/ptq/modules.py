@@ -36,6 +36,7 @@ from loka.nn.mix import compute_dtype
 from loka.nn.wrapping import named_sites
 
 Site = nn.Linear | GroupedLinear
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # also the sets beside them, of how each hook is called
 
 
 class _Quantized(nn.Module):
@@ -246,7 +247,8 @@ def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
 def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.Module:
     """Make the quantized replacement of a linear or of a layer of experts, which is not changed.
 
-    From one on the meta device, the result is to be loaded from a file.
+    The replacement has the forward hooks of the module, and its attributes and tensors besides weight and bias. From
+    one on the meta device, the result is to be loaded from a file.
     """
     weight = quantize_weight(module.weight.detach(), way.b)
     how: dict[str, Any] = {"backend": backend, "fast_accum": way.fast_accum}
@@ -256,7 +258,18 @@ def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.
     else:
         made = QuantizedLinear(weight, way.a, module.bias, **how)
     made.wide = module.weight.dtype
+    _carry_over(module, made)
     return made
+
+
+def _carry_over(module: Site, made: _Quantized) -> None:
+    """Give a replacement the forward hooks of a module, which their handles still remove, and what was set on it."""
+    known = set(dir(made))
+    for of in ("__dict__", "_parameters", "_buffers", "_modules"):
+        there = getattr(module, of)
+        getattr(made, of).update({name: value for name, value in there.items() if name not in known})
+    made._non_persistent_buffers_set |= module._non_persistent_buffers_set
+    vars(made).update({name: value for name, value in vars(module).items() if name.startswith(_FORWARD_HOOKS)})
 
 
 def put(model: nn.Module, replacements: dict[str, nn.Module]) -> None:

@@ -20,6 +20,9 @@ The worst of thousands of rows and elements has a heavy tail: one example whose 
 one bias. A difference that is only somewhat too large, in one of them, must show again with moved weights on both
 sides, as that of a wrong kernel does.
 
+Where FP8 changes how many rows a layer gets, as in a mixture of experts, the gradient of its input is of other rows. It
+is not compared, and a note says so. Its weight's gradient, a sum over rows, is.
+
 Gradients of biases, and of norms inside a chain, are sums over the batch that kernels compute besides. Such sums may
 cancel, so they are compared with the reference only, and only where moved weights hardly change it.
 
@@ -152,6 +155,7 @@ def _find_faults(
     }
     if far and not isinstance(allowed := moved(), Exception):
         far = {what: fault for what in far if (fault := _compare_with_exact(what, here.get(what), exact[what], allowed.get(what)))}  # fmt: skip
+    _note_other_rows(call, offers, here, exact)
     ref = _run(call, selection, plan, reference=True)
     nudged = ref if isinstance(ref, Exception) else _run(call, selection, plan, reference=True, nudged=True)
     if isinstance(ref, Exception) or isinstance(nudged, Exception):
@@ -170,6 +174,18 @@ def _find_faults(
         coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), ref.get(what))}
     faults = [Fault(parts[what], _say_fault(seen.text, what in coarse), seen.size, what in coarse) for what, seen in (far or wrong).items()]  # fmt: skip
     return sorted(faults, key=lambda fault: -fault.size)
+
+
+def _note_other_rows(call: Call, offers: Iterable[Offer], here: Gradients, exact: Gradients) -> None:
+    """Say which gradients of inputs are of other rows than in 16-bit, so that they cannot be compared."""
+    for what in map(_input_of, offers):
+        a, b = here.get(what, []), exact.get(what, [])
+        note = (
+            f"the gradient of {what} was not compared with 16-bit: it has other rows there, as where the model itself "
+            "decides which rows a layer gets"
+        )
+        if len(a) == len(b) and not _are_alike(a, b) and note not in call.notes:
+            call.notes.append(note)
 
 
 def _find_differences(
@@ -231,10 +247,12 @@ def _compare_with_exact(
     seen = _flat(found)
     if not bool(seen.isfinite().all()):
         return Difference(f"the gradient of {what} is not finite, but is finite in 16-bit", float("inf"))
+    if not _are_alike(found, exact):
+        return None
     cosine, gain = _project(seen, expected)
     ratio = float(seen.norm() / expected.norm())
     least, turned, shrunk, grown = LEAST_COSINE_SQUARED**0.5, 1.0, 1.0, 1.0
-    if moved is not None and len(moved) == len(exact) and bool((other := _flat(moved)).isfinite().all()):
+    if moved is not None and _are_alike(moved, exact) and bool((other := _flat(moved)).isfinite().all()):
         turned, size = min(max(_project(other, expected)[0], 0.0), 1.0), float(other.norm() / expected.norm())
         least, shrunk, grown = least * turned, min(max(size, LEAST_SIZE), 1.0), max(size, 1.0)
     # a change of direction excuses a small projection onto the 16-bit gradient, but not a small gradient
@@ -248,9 +266,14 @@ def _compare_with_exact(
     )
 
 
+def _are_alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Check whether gradients have the same shapes. Those of an input have not if a router chose other rows for it."""
+    return [x.shape for x in a] == [x.shape for x in b]
+
+
 def _can_compare(found: list[Tensor] | None, ref: list[Tensor] | None) -> bool:
-    """Check whether both gradients exist and are finite, and the reference is not zero."""
-    if found is None or ref is None or len(found) != len(ref):
+    """Check whether both gradients exist, are alike and finite, and the reference is not zero."""
+    if found is None or ref is None or not _are_alike(found, ref):
         return False
     return bool(_flat(found).isfinite().all()) and bool(_flat(ref).isfinite().all()) and any(bool(x.any()) for x in ref)
 
@@ -267,7 +290,7 @@ def _compare_with_reference(what: str, found: list[Tensor], ref: list[Tensor], n
         return Difference(
             f"the gradient of {what} is not finite, but is finite in the reference: a kernel is wrong", float("inf")
         )
-    if not _can_compare(found, ref) or len(ref) != len(nudged):
+    if not _can_compare(found, ref) or not _are_alike(ref, nudged):
         return None
     for where, distance, least in (("", _distance, BESIDE_REFERENCE), (" in a row or a column", _line_distance, LINE_BESIDE_REFERENCE)):  # fmt: skip
         differs, allowed = distance(found, ref), max(least, CHAOS * distance(nudged, ref))
