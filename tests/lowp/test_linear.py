@@ -17,6 +17,7 @@ from loka.formats import quantize
 from loka.kernels.backend import UnsupportedError
 from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.linear import Linear, LinearBinding
+from loka.placing import plan_everything
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(8, 64, 32), (1, 13, 27), (5, 13, 27), (0, 13, 27), (130, 300, 150)]
@@ -412,6 +413,14 @@ class TestRefusals:
         _, linear = make("rowwise", 16, 8)
         with pytest.raises((RuntimeError, ValueError)):
             linear(torch.ones(shape))
+
+    @pytest.mark.parametrize("shape", [(), (2, 64)])
+    @pytest.mark.parametrize("how", ["rowwise", "chain"])
+    def test_a_wrong_input_names_the_linear(self, how: str, shape: tuple[int, ...]) -> None:
+        model, x = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()), torch.randn(4, 128)
+        loka.convert(model, plan_everything(model, x) if how == "chain" else None, recipe=how if how == "rowwise" else None)  # fmt: skip
+        with pytest.raises(ValueError, match=r"^0 takes \[\.\.\., 128\], got \("):
+            model(torch.ones(shape))
 
     def test_a_wrong_width_of_nothing(self) -> None:
         _, linear = make("rowwise", 16, 8)

@@ -69,6 +69,13 @@ def test_linears_that_stand_alone_are_taken_where_asked() -> None:
     assert not plan_everything(alone, x, linears=512).units
 
 
+@pytest.mark.parametrize("least", [32, 33])
+def test_a_linear_too_narrow_for_a_chain_is_taken_where_asked(least: int) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 1)), torch.randn(16, 64)  # fmt: skip
+    done = loka.convert(model, plan_everything(model, x, linears=least), example=x)
+    assert list(done.converted) == (["0", "2"] if least == 32 else [])
+
+
 def test_serving_has_scales_and_freezes(tmp_path: Path) -> None:
     model, x = make()
     plan = plan_everything(model, x, serving=True)

@@ -90,7 +90,7 @@ class RunningChain(ChainWeights):
         if dtype not in OUT_DTYPES:
             refuse_dtype(self.name, dtype)
         width = self.linears[0].in_features
-        if x.shape[-1] != width:
+        if x.shape[-1:] != (width,):
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
         if x.dim() != 2 and any(part.folds for part in self.parts):
             raise ValueError(

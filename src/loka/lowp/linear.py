@@ -169,8 +169,9 @@ class Linear(nn.Linear):
         if dtype not in OUT_DTYPES and self.binding.fprop is not None:
             refuse_dtype(self.state.name, dtype)
         with torch.autocast(kind, enabled=False):
-            if input.shape[-1] != self.in_features:
-                raise ValueError(f"Linear takes [..., {self.in_features}], got {tuple(input.shape)}")
+            if input.shape[-1:] != (self.in_features,):
+                name = self.state.name or "Linear"
+                raise ValueError(f"{name} takes [..., {self.in_features}], got {tuple(input.shape)}")
             matrix = input.dim() == 2
             x = input if matrix else input.reshape(math.prod(input.shape[:-1]), self.in_features)
             y = self._multiply(x, dtype)

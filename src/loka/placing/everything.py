@@ -43,7 +43,7 @@ def plan_everything(
         mods: mods to apply first, in their string form: "no_bias", "block_norm", "hard_swish".
         serving: plan for inference: dropout is ignored, and scales come from the example.
         linears: also take standalone linears at least this wide; 0 takes none. Those that no chain can hold, because
-            they are called several times, run with the `rowwise` recipe.
+            they are called several times or narrower than 64, run with the `rowwise` recipe.
         gradient: how gradients are scaled; None picks per chain, see `loka.units.discover`.
 
     Returns:

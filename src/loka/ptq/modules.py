@@ -172,7 +172,7 @@ class QuantizedLinear(_Quantized):
         """x [..., K] -> y [..., N] in the input's dtype, or in autocast's if it is on."""
         if input.is_nested:
             return on_values(self.forward, input)
-        if input.shape[-1] != self.in_features:
+        if input.shape[-1:] != (self.in_features,):
             raise ValueError(f"QuantizedLinear takes [..., {self.in_features}], got {tuple(input.shape)}")
         flat = input.reshape(-1, self.in_features)
         dtype = _writable(compute_dtype(input))

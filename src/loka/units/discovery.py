@@ -114,7 +114,8 @@ def discover(
         named = [_with_plain_names(flow) for flow in flows]
         shared = find_shared(named)
         searches += [
-            _Search(inner, _Path(flow, mode, shared, held), serving, narrow, module_filter_fn) for flow in named
+            _Search(inner, _Path(flow, mode, shared, held), serving, narrow, linears, module_filter_fn)
+            for flow in named
         ]
     found = _find(searches, _Options(serving, linears, gradient))
     return replace(found, tables=find_tables(inner), collectives=find_collectives(inner))
@@ -188,8 +189,11 @@ def _find(searches: "list[_Search]", options: _Options) -> Discovered:
 class _Search:
     """The search for chains in one flow."""
 
-    def __init__(self, model: nn.Module, path: _Path, serving: bool, narrow: int, keep: ModuleFilter | None) -> None:
+    def __init__(
+        self, model: nn.Module, path: _Path, serving: bool, narrow: int, least: int, keep: ModuleFilter | None
+    ) -> None:
         self.path, self.serving, self.narrow, self.keep = path, serving, narrow, keep
+        self.least = least or narrow  # of a linear that stands alone
         flow = self.flow = path.flow
         self.modules = dict(named_sites(model))
         self.prediction = frozenset(prediction_linears(flow))
@@ -246,8 +250,9 @@ class _Search:
             return f"protected: {getattr(module, PROTECTED)}"
         if site in self.prediction:
             return "it is a prediction layer"
-        if min(module.in_features, module.out_features) < self.narrow:
-            return f"{module.in_features} x {module.out_features}: narrower than {self.narrow}"
+        narrow = self.narrow if in_chain else min(self.narrow, self.least)
+        if min(module.in_features, module.out_features) < narrow:
+            return f"{module.in_features} x {module.out_features}: narrower than {narrow}"
         return self._refuse_in_chain(site, module) if in_chain else None
 
     def _refuse_in_chain(self, site: str, module: nn.Linear) -> str | None:
