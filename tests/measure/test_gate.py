@@ -467,3 +467,17 @@ def test_a_stochastic_quantiser_is_judged_by_neighbours_and_chances(spec: str) -
         verdict = judge_quantizer(wrong, call, "cpu")
         assert not verdict
         assert why in verdict.reason
+
+
+def test_want_of_memory_is_no_verdict_for_ever() -> None:
+    short = [True]
+
+    def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        if short:
+            raise torch.OutOfMemoryError("no room")
+        return reference.run(a, b, **options)
+
+    subject = backend(run)
+    assert "no room" in judge_backend("scaled_mm", subject, call(), "cpu").reason
+    short.clear()
+    assert judge_backend("scaled_mm", subject, call(), "cpu").ok

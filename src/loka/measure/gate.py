@@ -183,6 +183,8 @@ def _judge_cached(
                 verdict = judge()
         except Exception as error:  # a backend that raises fails the check
             verdict = Conformance(False, math.inf, 0.0, spell_error(error), raised=True)
+            if isinstance(error, torch.OutOfMemoryError):  # there may be more memory the next time
+                return verdict
         if len(_ANSWERS) >= ANSWERS:
             _ANSWERS.clear()
         known = _ANSWERS[key] = (verdict, subject)
