@@ -166,7 +166,11 @@ def tune(
         record = msgspec.structs.replace(record, notes=[*record.notes, note])
     tuned = Tuned(model, record)
     if out is not None:
-        tuned.save(out)
+        try:
+            tuned.save(out)
+        except BaseException:  # a full disk, Ctrl-C: whoever gets no result gets the model back
+            tuned.revert()
+            raise
     call.progress.finish(tuned.record.verdict)
     return tuned
 
