@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,23 @@ def test_no_autograd_function_ends_in_a_cast_that_may_do_nothing() -> None:
         "F"
     ]
     assert {p.name: found for p in PACKAGE.rglob("*.py") if (found := ends_in_a_cast(p.read_text()))} == {}
+
+
+def test_every_extra_that_a_message_names_exists_and_can_be_copied() -> None:
+    """As `pip install 'loka[extra]'`, in quotes: some shells read the brackets as a pattern."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"loka\[([a-z,]+)\]", text)
+        assert set(",".join(named).split(",")) - {""} <= set(extras), path
+        assert len(named) == len(re.findall(r"pip install 'loka\[[a-z,]+\]'", text)), path
+
+
+def test_everything_that_is_no_python_is_packaged() -> None:
+    """An installed loka without one of these files would fail far from its cause."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packaged = settings["tool"]["setuptools"]["package-data"]["loka"]
+    files = [p.relative_to(PACKAGE) for p in PACKAGE.rglob("*") if p.is_file() and p.suffix not in {".py", ".pyc"}]
+    assert files
+    for file in files:
+        assert any(file.match(pattern) for pattern in packaged), file

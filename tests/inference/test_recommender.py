@@ -1,5 +1,6 @@
 """Items in and out, bundles on disk, per-user metrics and the paired comparison of two arms."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -321,3 +322,9 @@ def test_a_metric_that_nobody_scores_is_noted_and_the_others_are_compared() -> N
         compare({"recall": rare}, {"recall": rare})
     with pytest.raises(ValueError, match="recall: zero for every user"):
         compare({"recall": nothing}, {"recall": some})
+
+
+def test_the_command_of_a_hint_can_be_copied_with_a_space_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    with pytest.raises(ValueError, match=re.escape(f"hint: loka train --model onerec --out '{folder}'")):
+        load_bundle(folder)

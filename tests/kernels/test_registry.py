@@ -12,7 +12,7 @@ import torch
 
 import loka.kernels
 from loka.formats import Spec
-from loka.kernels import BACKENDS, UnsupportedError, Verdict, pick, registry, verdicts
+from loka.kernels import BACKENDS, UnsupportedError, Verdict, pick, registry, triton_device, verdicts
 from loka.kernels.backend import YES, no, require_library
 from loka.kernels.embedding_bag.call import BagCall
 from loka.kernels.quantize import QuantizeCall, quantize
@@ -307,3 +307,14 @@ def test_what_is_avoided_for_one_number_of_rows_is_avoided_for_all(monkeypatch) 
     assert registry.is_avoided("topk", "reference", TopkCall(3, 100, 5)) == "wrong"
     assert not registry.is_avoided("topk", "reference", TopkCall(3, 100, 6))
     registry._CACHE.clear()
+
+
+def test_on_a_cpu_without_triton_the_reason_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installing Triton would not help there; whoever asks for its interpreter, or has a GPU, is told how to install it."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    refusal = triton_device._find_triton_refusal.__wrapped__
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert refusal("cpu", -1).startswith("Triton needs a CUDA device; on the CPU only its interpreter runs")
+    assert "install" in refusal("cuda", 0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "install" in refusal("cpu", -1)

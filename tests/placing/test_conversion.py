@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -422,3 +423,21 @@ def test_an_interrupted_first_calibration_is_none() -> None:
         half_of_it()
     with pytest.raises(ValueError, match="not calibrated"):
         model(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        loka.Probe,
+        loka.Guard,
+        loka.revert,
+        loka.quantize,
+        loka.scale_state,
+        lambda model: loka.export(model, torch.ones(2), "a.pt2"),
+        lambda model: loka.mods.apply(model, ["no_bias"]),
+        lambda model: loka.placing.plan_everything(model, torch.ones(2)),
+    ],
+)
+def test_every_front_door_refuses_what_is_no_module(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=r"^model is str, expected an nn\.Module$"):
+        call("model.pt")

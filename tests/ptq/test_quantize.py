@@ -119,6 +119,11 @@ def test_the_published_model_shrinks_to_fp8_size() -> None:
     assert size_in_bytes(model, 2) == summary.record.bytes_after
 
 
+def test_one_pattern_to_keep_may_be_given_as_it_is() -> None:
+    summary = quantize(nn.ModuleDict({"head": nn.Linear(16, 16), "body": nn.Linear(16, 16)}), "rowwise", keep="he*")
+    assert summary.kept == {"head": "asked for by keep='he*'"}
+
+
 def test_any_model_is_quantised_and_refusals_say_why() -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3))
     x = torch.randn(5, 20)

@@ -67,3 +67,9 @@ def test_import_is_light() -> None:
         "import sys, loka.semantic_ids; sys.exit(any(name in sys.modules for name in ('sklearn', 'scipy', 'polars')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_scikit_learn_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.decomposition", None)
+    with pytest.raises(ValueError, match=r"install: pip install 'loka\[data\]', or pass your own embeddings"):
+        embed_text(make_texts(), dimensions=8)

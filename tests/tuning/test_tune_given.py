@@ -548,3 +548,31 @@ def test_a_step_that_fails_in_training_by_itself_is_not_blamed_on_its_units() ->
     single = [(x[:1], y[:1]) for x, y in BATCHES]
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         tune(model.eval(), single, loss)
+
+
+def test_a_loss_that_fails_says_what_it_was_given() -> None:
+    model, _ = make_trained()
+    with pytest.raises(IndexError) as caught:
+        tune(model, BATCHES, lambda target, output: loss(output[:, 0], target))
+    said = ["loss(output, target) was called with output float32[128] and target float32[128]"]
+    assert caught.value.__notes__ == said
+
+
+def test_a_list_in_place_of_the_loss_is_named_without_its_numbers() -> None:
+    with pytest.raises(ValueError, match=r"^loss is list, expected a function of \(output, target\)$"):
+        tune(make_trained()[0], loss, BATCHES)
+
+
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_a_loss_of_all_pairs_is_noted(squeezed: bool) -> None:
+    model = nn.Sequential(make_trained()[0], nn.Unflatten(0, (-1, 1)))  # as most models have it: [rows, 1]
+    tuned = tune(model, BATCHES, lambda output, target: ((output[:, 0] if squeezed else output) - target).square())
+    notes = [note for note in tuned.record.notes if "every output met every target" in note]
+    if squeezed:
+        assert not notes
+    else:
+        said = (
+            "the loss returned float32[128, 128] for output float32[128, 1] and target float32[128]: torch broadcasts"
+        )
+        assert len(notes) == 1
+        assert notes[0].startswith(said)

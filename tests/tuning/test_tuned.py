@@ -1,5 +1,7 @@
+import errno
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -7,9 +9,9 @@ import pytest
 from loka.records import Interval
 from loka.records.tuning import TunedUnit
 from loka.report.render import load_runtime
-from loka.tuning.tuned import Tuned
+from loka.tuning.tuned import Tuned, TuningReport
 
-from .small import make_trained, tune
+from .small import make_trained, placed, same, state_of, tune
 
 
 def test_a_person_can_read_what_was_found() -> None:
@@ -47,3 +49,23 @@ def test_without_the_charting_library_nothing_is_lost(tmp_path: Path, monkeypatc
     with pytest.raises(ValueError, match="charting library"):
         tuned.save(tmp_path / "saved")
     assert {path.name for path in (tmp_path / "saved").iterdir()} >= {"plan.json", "tuning.json"}
+
+
+def test_a_result_that_cannot_be_written_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make_trained()
+    before = state_of(model, optimizer)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "report.html"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TuningReport, "to_html", fail)
+        with pytest.raises(OSError, match="No space left"):
+            tune(model, out=tmp_path)
+    assert same(state_of(model, optimizer), before)
+    assert not placed(model)
+    again = tune(model, out=tmp_path)  # the same call goes on from what was measured
+    assert placed(model)
+    assert any("resumed" in note for note in again.record.notes)

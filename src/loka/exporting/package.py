@@ -197,7 +197,7 @@ def _find_format(path: Path, asked: str | None) -> Format:
 def _check_model(model: nn.Module) -> None:
     if training := [name or type(model).__name__ for name, module in model.named_modules() if module.training]:
         raise ValueError(
-            f"{name_some(training, 3)} is in training mode; expected a frozen model; hint: loka.convert(model, plan, "
+            f"{name_some(training, 3)} {'is' if len(training) == 1 else 'are'} in training mode; expected a frozen model; hint: loka.convert(model, plan, "
             "freeze=True), or model.eval()"
         )
     if scripted := [name or "the model" for name, module in model.named_modules() if is_scripted(module)]:

@@ -5,6 +5,7 @@ index.safetensors    the semantic ids of the items
 bundle.json          the data and training it came from
 """
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ def load_bundle(folder: str | Path, *, device: torch.device | str = "cpu") -> Bu
     """
     source = Path(folder)
     if not is_bundle(source):
-        raise ValueError(f"{source} holds no {INFO}; hint: loka train --model onerec --out {source}")
+        raise ValueError(f"{source} holds no {INFO}; hint: loka train --model onerec --out {shlex.quote(str(source))}")
     info = load_record(source / INFO, BundleInfo)
     model, summary = load_quantized(source / MODEL, device=device)
     if not isinstance(model, OneRec):

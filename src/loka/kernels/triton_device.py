@@ -4,11 +4,16 @@ Not part of `backend`, because the decorator below imports torch._dynamo and wit
 must not do.
 """
 
+import os
 from functools import cache
 
 import torch
 
 from loka.kernels.backend import YES, Verdict, no, require_library
+
+_NO_INTERPRETER = (
+    "Triton needs a CUDA device; on the CPU only its interpreter runs (set TRITON_INTERPRET=1 before import)"
+)
 
 
 def triton_runs_on(device: torch.device) -> Verdict:
@@ -23,9 +28,17 @@ def triton_multiplies_on(device: torch.device, *, bf16: bool) -> Verdict:
     return no(reason) if reason else YES
 
 
+def _require_triton(kind: str) -> Verdict:
+    """Check whether Triton can be imported. On a CPU without it, installing it would not help, so the device is the reason."""
+    available = require_library("triton", "dev")
+    return (
+        no(_NO_INTERPRETER) if not available and kind == "cpu" and "TRITON_INTERPRET" not in os.environ else available
+    )
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _plain_refusal(kind: str, bf16: bool) -> str:
-    available = require_library("triton", "dev")
+    available = _require_triton(kind)
     if not available or kind == "cuda":
         return available.reason
     import triton
@@ -43,15 +56,13 @@ def _triton_refusal(kind: str, index: int) -> str:
 
 @cache
 def _find_triton_refusal(kind: str, index: int) -> str:
-    available = require_library("triton", "dev")
+    available = _require_triton(kind)
     if not available:
         return available.reason
     if kind == "cpu":
         import triton
 
-        if triton.knobs.runtime.interpret:
-            return ""
-        return "Triton needs a CUDA device; on the CPU only its interpreter runs (set TRITON_INTERPRET=1 before import)"
+        return "" if triton.knobs.runtime.interpret else _NO_INTERPRETER
     if kind != "cuda":
         return f"Triton needs a CUDA device, not {kind}"
     if not torch.cuda.is_available():

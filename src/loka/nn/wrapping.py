@@ -24,8 +24,10 @@ LENT = "loka_lent"  # attribute of a module: names of its parameters that a chil
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's own module inside any stack of DistributedDataParallel, torch.compile and TorchRec's wrappers.
 
-    Raises ValueError if FSDP1 wraps a part of it.
+    Raises ValueError if it is no module, or if FSDP1 wraps a part of it.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}, expected an nn.Module")
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(

@@ -97,7 +97,7 @@ def quantize(
     score: Score | None = None,
     bound: float | None = None,
     widen: bool = False,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     module_filter_fn: ModuleFilter | None = None,
     backend: str | None = None,
     scales: Literal["dynamic", "static"] = "dynamic",
@@ -118,7 +118,7 @@ def quantize(
             batches, its inputs are those that kernels are judged on.
         bound: the largest accepted relative change of the mean loss; needs `score`.
         widen: also quantize sites that the mixture keeps out of caution, if that is safe; needs `score`.
-        keep: name patterns of sites that stay in 16-bit precision.
+        keep: name patterns of sites that stay in 16-bit precision; one may be given as it is.
         module_filter_fn: (module, name) -> whether the module may be quantized.
         backend: the backend of the GEMMs; None is `auto`, or what a plan names.
         scales: how inputs of linears are scaled: computed from every tensor ("dynamic"), or calibrated on `batches`
@@ -138,6 +138,7 @@ def quantize(
         11 of 12 sites quantized by the recipe rowwise; 8.4 MB in 16-bit -> 4.4 MB (0.52x)
     """
     inner, held = unwrap(model), list(batches)
+    keep = (keep,) if isinstance(keep, str) else keep
     _check(inner, recipe, score, bound, widen, keep, module_filter_fn)
     _check_scales(recipe, scales, held)
     found, before = dict(candidates(inner)), size_in_bytes(inner, 2)

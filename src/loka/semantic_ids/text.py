@@ -46,8 +46,8 @@ def embed_text(
         from sklearn.decomposition import TruncatedSVD
         from sklearn.feature_extraction.text import TfidfVectorizer
     except ImportError as error:
-        raise ImportError(
-            "embed_text needs scikit-learn: pip install scikit-learn, or pass your own embeddings"
+        raise ValueError(
+            f"item texts need scikit-learn ({error}); install: pip install 'loka[data]', or pass your own embeddings"
         ) from error
     vectorizer = TfidfVectorizer(
         sublinear_tf=True, ngram_range=(1, 2), min_df=min_items, max_features=max_words, strip_accents="unicode"

@@ -206,7 +206,9 @@ class TensorBoard(Callback):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ValueError("TensorBoard logs need the tensorboard package: install loka[tensorboard]") from error
+            raise ValueError(
+                "TensorBoard logs need the tensorboard package; install: pip install 'loka[tensorboard]'"
+            ) from error
         self._writer: Any = SummaryWriter(log_dir=str(folder))
 
     def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:

@@ -78,7 +78,8 @@ def tune(
         step: step(model, batch) -> loss, instead of `loss`. It must not call backward or an optimizer.
         metric: metric(model, batch) -> a number or a tensor of numbers, lower is better; verified instead of the loss.
             For AUC return 1 - AUC.
-        margin: relative change of the metric that is acceptable. A change of 0.0002 counts as significant in the field.
+        margin: relative change of the metric that is acceptable. The default is 0.0002 (0.02 %), a change that counts
+            as significant in the field.
         architecture: also apply the mods no_bias, block_norm and hard_swish first. They change the architecture, so the
             model must be trained afterwards. The baseline of the metric is then the modified model in high precision.
         target: "train" times forward and backward; "serve" calibrates, times forward and freezes.
@@ -166,7 +167,11 @@ def tune(
         record = msgspec.structs.replace(record, notes=[*record.notes, note])
     tuned = Tuned(model, record)
     if out is not None:
-        tuned.save(out)
+        try:
+            tuned.save(out)
+        except BaseException:  # a full disk, Ctrl-C: whoever gets no result gets the model back
+            tuned.revert()
+            raise
     call.progress.finish(tuned.record.verdict)
     return tuned
 

@@ -89,9 +89,9 @@ class Session:
         With `may_drop_mods` they may be dropped if they do not pay off: tune applied them, and the user did not ask.
         """
         call = self.call
-        call.notes += [*call.task.notes, *describe_unseen_products(call.task.model)]
         with call.phase("look"):
             selection = self._look(mods, may_drop_mods)
+        call.notes += [*call.task.notes, *describe_unseen_products(call.task.model)]
         rehearsal.rehearse(call, selection)
         with call.phase("verify the kernels"):
             verify_kernels(call, selection, self._judge, self._sound)

@@ -52,6 +52,7 @@ class Task:
     notes: list[str] = field(init=False)  # about the batches
     _checked: set[int] = field(init=False, default_factory=set)
     _differentiates: bool = field(init=False, default=False)  # the step takes gradients, for a penalty
+    _paired: bool = field(init=False, default=False)  # the note about a loss of all pairs is written
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -112,7 +113,7 @@ class Task:
             else:
                 assert self.loss is not None
                 inputs, target = batch
-                value = self.loss(self._call(model, inputs, copied), target)
+                value = self._call_loss(self._call(model, inputs, copied), target)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {kind}, expected a floating tensor")  # fmt: skip
@@ -129,6 +130,27 @@ class Task:
                 f"fails: {error}; hint: ((inputs,), target) passes a tuple or a dict as one argument; "
                 "with step= you call the model yourself"
             ) from error
+
+    def _call_loss(self, output: Any, target: Any) -> Any:
+        """Call the loss. If it fails, its error says what it was called with; if it pairs all examples, a note does."""
+        assert self.loss is not None
+        try:
+            value = self.loss(output, target)
+        except Exception as error:
+            said = f"loss(output, target) was called with output {_spell(output)} and target {_spell(target)}"
+            if said not in getattr(error, "__notes__", ()):
+                error.add_note(said)
+            raise
+        if all(isinstance(each, Tensor) for each in (value, output, target)) and not self._paired:
+            rows = len(target) if target.dim() else 0
+            shapes = sorted((tuple(output.shape), tuple(target.shape)), key=len)
+            if rows > 1 and shapes == [(rows,), (rows, 1)] and value.shape == (rows, rows):
+                self._paired = True
+                self.notes.append(
+                    f"the loss returned {_spell(value)} for output {_spell(output)} and target {_spell(target)}: torch "
+                    "broadcasts these shapes, so every output met every target; if that is not meant, squeeze the output"
+                )
+        return value
 
     def _run_step(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the step, and raise if it trains the model or writes to its batch. Every batch is checked once."""
@@ -195,6 +217,13 @@ class Task:
         return Steps(tuple(partial(self.losses, self.model, batch) for batch in self.kept))
 
 
+def _spell(value: Any) -> str:
+    """Describe what a loss gets or returns: the type and shape of a tensor, otherwise the type."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
 def _is_from_grad(error: BaseException) -> bool:
     """Check whether an error was raised in `torch.autograd.grad`."""
     return any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in walk_tb(error.__traceback__))
@@ -203,7 +232,9 @@ def _is_from_grad(error: BaseException) -> bool:
 def check_arity(name: str, function: Any, given: int, what: str) -> None:
     """Raise if a function cannot be called with as many arguments as it will get; `what` names them in the message."""
     if not callable(function):
-        raise ValueError(f"{name} is {type(function).__name__} {function!r}, expected a function of {what}")
+        # a word is shown as it is; a list of batches would print all of its numbers
+        seen = f"{type(function).__name__} {function!r}" if isinstance(function, str | None) else _spell(function)
+        raise ValueError(f"{name} is {seen}, expected a function of {what}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in functions have none
