@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loka.cli.places import check_folder
+from loka.cli.places import claim_folder
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -63,7 +63,7 @@ def demo(
     from loka.cli.subject import find_device
     from loka.demo import Demo, DemoConfig
 
-    check_folder("--out", out)
+    claim_folder("--out", out)
     given = {"steps": steps, "more_steps": more_steps, "size": size, "seed": seed, "device": str(find_device(device))}
     config = DemoConfig.for_device(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     words = ["loka", "demo", *_spell(given), *(["--out", str(out)] if out != Path("runs/demo") else [])]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loka.cli.places import check_folder
+from loka.cli.places import claim_folder
 
 if TYPE_CHECKING:
     from loka.data.sequences import SequenceData
@@ -54,7 +54,7 @@ def generate(
 
     if from_ is not None and out is not None:
         raise ValueError(f"--out {out} is for the model that --train makes; --from {from_} writes nothing")
-    check_folder("--out", out)
+    claim_folder("--out", out)
     if out is not None and is_bundle(out):
         raise ValueError(f"--out {out}: holds a model already; hint: --from {out} uses it, or give a new folder")
     if top > beams:

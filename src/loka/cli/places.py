@@ -1,8 +1,14 @@
 """Check the places that a verb will write to, before its work and not after it."""
 
+import hashlib
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
+
+_CLAIMED: dict[Path, IO[str]] = {}  # the folders that this process writes to, with what holds the lock
 
 
 def check_file(option: str, path: Path | None, reads: Iterable[str | Path | None] = ()) -> None:
@@ -26,6 +32,37 @@ def check_folder(option: str, path: Path | None, reads: Iterable[str | Path | No
         raise ValueError(f"{option} {path}: is a file, expected a folder")
     _check_other(option, path, reads)
     _check_parent(option, path, (path.absolute(), *path.absolute().parents))
+
+
+def claim_folder(option: str, path: Path | None) -> None:
+    """Check a folder as `check_folder` does, and keep other processes of this machine out of it while this one runs.
+
+    Two jobs in one folder would replace each other's files. The lock is one of the operating system, which ends with
+    the process, however it ends, and which its children do not inherit. Of several ranks, the first one claims.
+    """
+    check_folder(option, path)
+    if path is None or os.environ.get("RANK", "0") != "0":
+        return
+    place = path.resolve()
+    with suppress(ImportError, OSError):  # a system without such locks
+        import fcntl
+
+        if place in _CLAIMED:
+            return
+        name = f"loka-{os.getuid()}-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.lock"
+        file = (Path(tempfile.gettempdir()) / name).open("a+")  # not in the folder, where it would be left behind
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            raise ValueError(
+                f"{option} {path}: process {file.read().strip() or '?'} is writing there; hint: wait for it, or give "
+                "another folder"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        _CLAIMED[place] = file
 
 
 def _check_other(option: str, path: Path, reads: Iterable[str | Path | None]) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loka.cli.places import check_folder
+from loka.cli.places import claim_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +172,7 @@ def train(
     from loka.nn.tables import quantize_tables
     from loka.training import NonFiniteLossError, TrainConfig, Trainer
 
-    check_folder("--out", out)
+    claim_folder("--out", out)
     try:
         is_sequence = model in train_sequence.FAMILIES
         if is_sequence:

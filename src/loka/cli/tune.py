@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loka.cli.places import check_folder
+from loka.cli.places import claim_folder
 
 
 def tune(
@@ -81,7 +81,7 @@ def tune(
     from loka.cli.train import parse_options
     from loka.tuning import tune as run
 
-    check_folder("--out", out)
+    claim_folder("--out", out)
     if row_factor != 1 and target is None:
         raise ValueError(f"--row-factor {row_factor:g} needs --target, the GPU it refers to")
     if train_steps < 0 or batches < 2:  # before the model is trained
