@@ -35,6 +35,8 @@ def test_a_person_can_read_what_was_found() -> None:
     assert [wide, kept, table] == [f"      {why}" for why in ("as wide as it can be", "it is a prediction layer", "a quarter of the bytes")]  # fmt: skip
     assert alarm == "      alarm: column 0 has a mean of 1975"
     assert shown[-1] == "note: too early"
+    empty = msgspec.structs.replace(record, units=[])  # a model without linears: no table either
+    assert "runs as" not in str(Tuned(tuned.model, empty))
 
 
 def test_without_the_charting_library_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ class ModLeft(Part, frozen=True):
     why: str
 
 
+LEAST_COST = 1e-3  # of mods, relative to the metric before them
+
+
 class Recovery(Part, frozen=True):
     """A metric of a trained model before its mods, right after them, and after fine-tuning (None: not measured)."""
 
@@ -40,9 +43,12 @@ class Recovery(Part, frozen=True):
 
     @property
     def recovered(self) -> float | None:
-        """The share of the mods' cost that training recovered: above 1 if better than before, None without a cost."""
+        """The share of the mods' cost that training recovered: above 1 if better than before, None without a cost.
+
+        A cost below a thousandth of the metric is none: a share of it would be that of noise.
+        """
         cost = self.after_mods - self.before if self.lower_is_better else self.before - self.after_mods
-        if self.after_training is None or cost <= 0:
+        if self.after_training is None or cost <= LEAST_COST * abs(self.before):
             return None
         back = self.after_mods - self.after_training
         return (back if self.lower_is_better else -back) / cost

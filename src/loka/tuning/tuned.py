@@ -96,7 +96,7 @@ class Tuned:
         rows = [head, *(_spell_row(unit) for unit in self.record.units)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"{self.record.model}: {self.record.verdict}", ""]
-        for row, unit in zip(rows, [None, *self.record.units], strict=True):
+        for row, unit in zip(rows, [None, *self.record.units], strict=True) if self.record.units else ():
             name, way, *numbers, why = row
             cells = [
                 name.ljust(widths[0]),
