@@ -298,5 +298,6 @@ def serve(pipe: Any, bench: Bench, family: str, data: str, arm: str) -> None:
                 worker = worker or Worker(bench, family, data, arm)
                 answer = getattr(worker, word)(*given)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:1500], "trace": traceback.format_exc()[-1500:]}
+            trace = traceback.format_exc().replace(f"{Path(__file__).parents[1]}/", "")  # records name no place
+            answer = {"error": f"{type(error).__name__}: {error}"[:1500], "trace": trace[-1500:]}
         pipe.send(answer)
