@@ -483,6 +483,18 @@ def test_what_a_step_differentiates_twice_stays(enabled: bool) -> None:
     penalised(model, BATCHES[0]).mean().backward()
 
 
+def test_a_step_may_take_gradients_of_weights() -> None:
+    """As where it fits a few examples first, or limits the size of gradients."""
+    model, _ = make_trained()
+
+    def fitted(model: Any, batch: Any) -> Tensor:
+        value = loss(model(batch[0]), batch[1])
+        slopes = torch.autograd.grad(value.mean(), list(model.parameters()), create_graph=True)
+        return value + 1e-3 * sum(slope.square().sum() for slope in slopes)
+
+    assert tune(model, BATCHES, None, step=fitted).record.units
+
+
 def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said is the reason; a step that fails by itself raises."""
     train = rehearsal._run_once

@@ -187,7 +187,7 @@ class Task:
             try:
                 return self.step(model, copy_containers(batch))
             except RuntimeError as error:
-                if torch.is_grad_enabled() or not _is_from_grad(error):
+                if self._differentiates or not _is_from_grad(error):
                     raise
         self._differentiates = True
         return self._call_step(model, batch)
