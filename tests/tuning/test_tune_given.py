@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loka.tuning import rehearsal
+from loka.tuning.task import Task
 
 from .small import BATCHES, loss, make_trained, placed, same, state_of, tune
 
@@ -588,3 +589,16 @@ def test_a_loss_of_all_pairs_is_noted(squeezed: bool) -> None:
         )
         assert len(notes) == 1
         assert notes[0].startswith(said)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loss_of_nested_tensors_is_called_as_it_is(fails: bool) -> None:
+    """Torch does not tell the shape of a nested tensor of its older kind, so nothing may ask for it."""
+    output, target = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.zeros(5)
+    task = Task(nn.Linear(1, 1), 2 * [(torch.ones(1), target)], lambda output, target: output.mean() if fails else loss(torch.cat(output.unbind()), target))  # fmt: skip
+    if fails:
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - torch's
+            task._call_loss(output, target)
+        assert caught.value.__notes__ == ["loss(output, target) was called with output nested float32 and target float32[5]"]  # fmt: skip
+    else:
+        assert task._call_loss(output, target).shape == (5,)
