@@ -597,7 +597,7 @@ def test_a_loss_of_nested_tensors_is_called_as_it_is(fails: bool) -> None:
     output, target = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.zeros(5)
     task = Task(nn.Linear(1, 1), 2 * [(torch.ones(1), target)], lambda output, target: output.mean() if fails else loss(torch.cat(output.unbind()), target))  # fmt: skip
     if fails:
-        with pytest.raises(Exception) as caught:  # noqa: PT011 - torch's
+        with pytest.raises(Exception) as caught:
             task._call_loss(output, target)
         assert caught.value.__notes__ == ["loss(output, target) was called with output nested float32 and target float32[5]"]  # fmt: skip
     else:
