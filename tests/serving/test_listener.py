@@ -107,7 +107,11 @@ def test_heads_before_a_chunked_body_are_no_trailers_of_it() -> None:
             for _ in range(20):
                 writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-            for part in (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n", b"2\r\n", b"{}\r\n0\r\n\r\n"):
+            for part in (
+                b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
+                b"2\r\n",
+                b"{}\r\n0\r\n\r\n",
+            ):
                 writer.write(part)
                 await asyncio.sleep(0.05)  # in a packet of its own
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
