@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loka.cli import places
 from loka.cli.places import claim_folder
 
 HOLD = "import sys, time; from loka.cli.places import claim_folder; from pathlib import Path; claim_folder('--out', Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"  # fmt: skip
@@ -28,6 +29,24 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_it_ends(tmp_pa
     claim_folder("--out", folder)
     claim_folder("--out", folder)  # its own
     assert not folder.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of POSIX")
+def test_a_link_in_place_of_a_lock_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that others can write to, as /tmp is, anybody can guess the name of a lock."""
+    shared, kept = tmp_path / "shared", tmp_path / "kept.txt"
+    shared.mkdir()
+    kept.write_text("mine")
+    monkeypatch.setattr(places.tempfile, "gettempdir", lambda: str(shared))
+    monkeypatch.setattr(places, "_CLAIMED", {})
+    claim_folder("--out", tmp_path / "x")
+    (lock,) = shared.iterdir()
+    assert lock.read_text() == str(os.getpid())
+    places._CLAIMED.clear()
+    lock.unlink()
+    lock.symlink_to(kept)
+    claim_folder("--out", tmp_path / "x")
+    assert kept.read_text() == "mine"
 
 
 def test_ranks_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import loka
 from loka.data.batch import Jagged
@@ -555,6 +556,17 @@ def test_hooks_of_a_linear_run_on(scales: str, tmp_path: Path) -> None:
         loaded, _ = load_quantized(tmp_path / "model.safetensors", build=_hooked, backend="reference")
         assert torch.equal(loaded(x), model(x))
         assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_a_pruned_bias_is_still_made_by_its_hook() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(32, 64)
+    prune.l1_unstructured(model[0], "bias", amount=0.5)
+    exact, keys = model(x), {*model.state_dict()}
+    summary = loka.quantize(model, "tensorwise", backend="reference")
+    assert not summary.kept
+    assert (model(x) - exact).norm() < 0.1 * exact.norm()
+    assert {*model.state_dict()} == keys | {"0.weight_scale", "2.weight_scale"}
 
 
 def _plan_with_linears(model: nn.Module) -> Plan:

@@ -84,3 +84,39 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
 
     for request in (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"):
         assert asyncio.run(work(request)) < 2
+
+
+def test_heads_before_a_chunked_body_are_no_trailers_of_it() -> None:
+    """A connection may have carried many requests without a body, as of a monitor, before one with a body."""
+    pytest.importorskip("uvicorn")
+
+    async def app(scope: dict, receive: object, send: object) -> None:
+        while scope["method"] == "POST" and (await receive())["more_body"]:  # type: ignore[operator]
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b""})  # type: ignore[operator]
+
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            server = make_listener(app, listening, Limits(header_bytes=256), drain=1)
+            serving = asyncio.create_task(server._serve([listening]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            for _ in range(20):
+                writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            for part in (
+                b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n",
+                b"2\r\n",
+                b"{}\r\n0\r\n\r\n",
+            ):
+                writer.write(part)
+                await asyncio.sleep(0.05)  # in a packet of its own
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(work())

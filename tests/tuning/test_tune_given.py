@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loka.tuning import rehearsal
+from loka.tuning.task import Task
 
 from .small import BATCHES, loss, make_trained, placed, same, state_of, tune
 
@@ -483,6 +484,18 @@ def test_what_a_step_differentiates_twice_stays(enabled: bool) -> None:
     penalised(model, BATCHES[0]).mean().backward()
 
 
+def test_a_step_may_take_gradients_of_weights() -> None:
+    """As where it fits a few examples first, or limits the size of gradients."""
+    model, _ = make_trained()
+
+    def fitted(model: Any, batch: Any) -> Tensor:
+        value = loss(model(batch[0]), batch[1])
+        slopes = torch.autograd.grad(value.mean(), list(model.parameters()), create_graph=True)
+        return value + 1e-3 * sum(slope.square().sum() for slope in slopes)
+
+    assert tune(model, BATCHES, None, step=fitted).record.units
+
+
 def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said is the reason; a step that fails by itself raises."""
     train = rehearsal._run_once
@@ -576,3 +589,16 @@ def test_a_loss_of_all_pairs_is_noted(squeezed: bool) -> None:
         )
         assert len(notes) == 1
         assert notes[0].startswith(said)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loss_of_nested_tensors_is_called_as_it_is(fails: bool) -> None:
+    """Torch does not tell the shape of a nested tensor of its older kind, so nothing may ask for it."""
+    output, target = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), torch.zeros(5)
+    task = Task(nn.Linear(1, 1), 2 * [(torch.ones(1), target)], lambda output, target: output.mean() if fails else loss(torch.cat(output.unbind()), target))  # fmt: skip
+    if fails:
+        with pytest.raises(Exception) as caught:
+            task._call_loss(output, target)
+        assert caught.value.__notes__ == ["loss(output, target) was called with output nested float32 and target float32[5]"]  # fmt: skip
+    else:
+        assert task._call_loss(output, target).shape == (5,)

@@ -440,3 +440,36 @@ def test_a_chain_that_no_gradient_reaches_does_not_wait_for_the_device_for_ever(
         model(x).sum().backward()
         optimizer.step()
     assert chain.gradients_primed
+
+
+class Tower(nn.Module):
+    """Two linears behind what may require gradients, or take some."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        with torch.inference_mode(how == "inference"):
+            self.a, self.b, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+        if how == "hook":
+            self.register_forward_pre_hook(lambda module, args: (args[0].clone().requires_grad_(),))
+        if how == "made":
+            self.a._parameters["bias"] = self.scale * torch.ones(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "asks" and not self.a.weight.requires_grad:
+            return self.last(x)
+        if self.how == "inner":
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(self.scale.square(), [self.scale])
+            x = x - slope
+        return self.last(F.relu(self.b(F.relu(self.a(x)))))
+
+
+@pytest.mark.parametrize("how", ["input", "hook", "made", "asks", "inner", "inference"])
+def test_what_requires_gradients_is_left_so_and_changes_no_chain(how: str) -> None:
+    model, x = Tower(how), torch.randn(8, 64, requires_grad=how == "input")
+    before = [p.requires_grad for p in model.parameters()]
+    assert names(discover(model, x)) == [["a", "b"]]
+    assert [p.requires_grad for p in model.parameters()] == before

@@ -35,7 +35,7 @@ def check_folder(option: str, path: Path | None, reads: Iterable[str | Path | No
 
 
 def claim_folder(option: str, path: Path | None) -> None:
-    """Check a folder as `check_folder` does, and keep other processes of this machine out of it while this one runs.
+    """Check a folder as `check_folder` does, and keep this user's other processes on this machine out of it while this one runs.
 
     Two jobs in one folder would replace each other's files. The lock is one of the operating system, which ends with
     the process, however it ends, and which its children do not inherit. Of several ranks, the first one claims.
@@ -50,11 +50,12 @@ def claim_folder(option: str, path: Path | None) -> None:
         if place in _CLAIMED:
             return
         name = f"loka-{os.getuid()}-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.lock"
-        file = (Path(tempfile.gettempdir()) / name).open("a+")  # not in the folder, where it would be left behind
+        lock = Path(tempfile.gettempdir()) / name  # not in the folder, where it would be left behind
+        # a link that somebody else put there is not followed: what it names would be emptied below
+        file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            file.seek(0)
             raise ValueError(
                 f"{option} {path}: process {file.read().strip() or '?'} is writing there; hint: wait for it, or give "
                 "another folder"

@@ -264,6 +264,8 @@ def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.
 
 def _carry_over(module: Site, made: _Quantized) -> None:
     """Give a replacement the forward hooks of a module, which their handles still remove, and what was set on it."""
+    if "bias" in vars(module):  # one of its hooks assigns it, as of a pruned bias
+        del made.bias
     known = set(dir(made))
     for of in ("__dict__", "_parameters", "_buffers", "_modules"):
         there = getattr(module, of)

@@ -125,7 +125,7 @@ def make_protocol(limits: Limits) -> type:
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._sends_body = True
+            self._sends_body, self._after_body = True, 0
             if len(self.pipeline) >= PIPELINED:
                 self._full, self.cycle.keep_alive = True, False
             if not self._full:

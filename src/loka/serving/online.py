@@ -178,7 +178,7 @@ def judge_experiment(
     if both:
         notes.append(f"{len(both)} users were in both arms: the assignment was not sticky")
     if events.damaged:
-        notes.append(f"{events.damaged} line{'s' * (events.damaged != 1)} could not be read and left out")
+        notes.append(f"{events.damaged} line{'s' * (events.damaged != 1)} could not be read: left out")
     if events.orphans:
         notes.append(f"{events.orphans} outcome{'s' * (events.orphans != 1)} without an answered request left out")
     if events.simulated:

@@ -141,7 +141,8 @@ class Task:
             if said not in getattr(error, "__notes__", ()):
                 error.add_note(said)
             raise
-        if all(isinstance(each, Tensor) for each in (value, output, target)) and not self._paired:
+        plain = all(isinstance(each, Tensor) and not each.is_nested for each in (value, output, target))
+        if plain and not self._paired:
             rows = len(target) if target.dim() else 0
             shapes = sorted((tuple(output.shape), tuple(target.shape)), key=len)
             if rows > 1 and shapes == [(rows,), (rows, 1)] and value.shape == (rows, rows):
@@ -187,7 +188,7 @@ class Task:
             try:
                 return self.step(model, copy_containers(batch))
             except RuntimeError as error:
-                if torch.is_grad_enabled() or not _is_from_grad(error):
+                if self._differentiates or not _is_from_grad(error):
                     raise
         self._differentiates = True
         return self._call_step(model, batch)
@@ -220,6 +221,8 @@ class Task:
 def _spell(value: Any) -> str:
     """Describe what a loss gets or returns: the type and shape of a tensor, otherwise the type."""
     if isinstance(value, Tensor):
+        if value.is_nested:  # of which torch does not tell the shape
+            return f"nested {str(value.dtype).removeprefix('torch.')}"
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return type(value).__name__
 

@@ -49,7 +49,7 @@ class Call:
     activation: tuple[str, float] | None = None  # for an activation: its name in the kernels, and its slope
     dropout: float | None = None  # p of a functional dropout that has an effect
     in_function: bool = False  # whether it ran in the forward of an autograd function, such as a reentrant checkpoint
-    grad: bool = False  # whether gradients were enabled; never so in eval mode
+    grad: bool = False  # whether gradients were enabled; in eval mode only where the forward enables them
 
 
 @dataclass(frozen=True)

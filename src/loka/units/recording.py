@@ -1,14 +1,16 @@
 """Record the data flow between the modules of a model (`loka.units.flow`) by running it once on an example.
 
-Hooks on every module and a dispatch mode see what runs, in eval mode under no_grad, or in training mode. No graph for
-backward is made. The model, its buffers and the random state are restored afterwards.
+Hooks on every module and a dispatch mode see what runs, in eval mode under no_grad, or in training mode, where a part
+under no_grad can be told from the others. No graph for backward is made, which would add operations and keep what it
+holds alive, but where the forward asks for it (`torch.enable_grad`). The model, its buffers and the random
+state are restored afterwards.
 """
 
 import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +24,7 @@ from loka.lowp.passing import is_hidden, spell_call
 from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.flow import CUTS, STEP, Call, Flow, Span
-from loka.units.undisturbed import (
-    ordinary_encoders,
-    recording_gradient_mode,
-    set_mode,
-    sparing_weights,
-    undisturbed,
-)
+from loka.units.undisturbed import ordinary_encoders, set_mode, sparing_weights, undisturbed
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,8 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
             undisturbed(model),
             sparing_weights(model),
             ordinary_encoders(),
+            torch.set_grad_enabled(training),
             recorder.watching(training),
-            recording_gradient_mode(model, training),
         ):
             result = recorder.run_on_meta() if on_meta else call_model(model, example)
             return recorder.finish(result)  # before `undisturbed` restores the attributes, which may hold results
@@ -96,8 +92,8 @@ def record_steps(model: nn.Module, run: Callable[[], Any], *, training: bool = F
         undisturbed(model),
         sparing_weights(model),
         ordinary_encoders(),
+        torch.set_grad_enabled(training),
         recorder.watching(training),
-        recording_gradient_mode(model, training),
     ):
         run()
         return recorder.finish_steps()
@@ -149,8 +145,13 @@ class _Running:
     inner: set[str] = field(default_factory=set)  # operations inside of an atom
 
 
+# no_grad does not call them, but `_set_grad_enabled` by itself
+_ENTERS = {kind.__enter__.__code__ for kind in (torch.enable_grad, torch.set_grad_enabled)}
+_EXITS = {kind.__exit__.__code__ for kind in (torch.enable_grad, torch.set_grad_enabled)}
+
+
 class _CallMode(TorchFunctionMode):
-    """Report calls of activations, and of dropouts with an effect, to a recorder.
+    """Report calls of activations, and of dropouts with an effect, to a recorder, and keep calls from making a graph.
 
     The dispatcher only sees what a dropout decomposes to. It also sees activations that a placed chain would not, since
     no function mode does: in TorchScript, in `torch.ops`, and functions that torch.compile hides from modes.
@@ -159,10 +160,21 @@ class _CallMode(TorchFunctionMode):
     def __init__(self, recorder: "_Recorder") -> None:
         super().__init__()
         self._recorder = recorder
+        self._enabled: list[bool] = []  # for every block of `enable_grad` or `set_grad_enabled`, whether it enables
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        hidden = is_hidden(func, sys._getframe(1).f_code)
+        if func is torch._C._set_grad_enabled:
+            if (code := sys._getframe(1).f_code) in _ENTERS:
+                self._enabled.append(args[0])
+            elif code in _EXITS and self._enabled:
+                self._enabled.pop()
+            return func(*args, **kwargs)
+        with nullcontext() if any(self._enabled) else self._recorder.without_graph():
+            return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        hidden = is_hidden(func, sys._getframe(2).f_code)
         called = None if hidden else spell_call(func, args, kwargs)
         if called is None or called == ("dropout", 0.0):
             return func(*args, **kwargs)
@@ -190,10 +202,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begun: _Recording | None = None  # the step's recording, while a call of the model is recorded
         self._stack: list[_Running] = []  # calls of modules that have not returned, outermost first
         self._activating = False  # inside a call of an activation that function modes see
+        self._grad: bool | None = None  # inside a call that makes no graph, whether it would
 
     def _own(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
             self._owners.setdefault(id(parameter), []).append(name)
+
+    @contextmanager
+    def without_graph(self) -> Iterator[None]:
+        """Run a call of the forward under no_grad, and record its operations as what they are without it."""
+        self._grad = torch.is_grad_enabled()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._grad = None
 
     @contextmanager
     def activating(self) -> Iterator[None]:
@@ -319,7 +342,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], site: str | None, **known: Any) -> None:
         known["in_function"] = not torch._C._is_fwd_grad_enabled()  # torch.no_grad leaves it on
-        known["grad"] = torch.is_grad_enabled()
+        known["grad"] = torch.is_grad_enabled() if self._grad is None else self._grad
         index = len(self._made.flow.calls)
         self._made.flow.calls.append(Call(index, op, self._inside(), inputs, outputs, site, **known))
 

@@ -182,24 +182,6 @@ def _same(buffer: Tensor, value: Tensor) -> bool:
 
 
 @contextmanager
-def recording_gradient_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Run a block as training or serving would, as far as a forward can tell, but without a graph for backward.
-
-    In training gradients are enabled, so that a part that runs under torch.no_grad can be told from the others, and no
-    parameter requires one.
-    """
-    required = [p for p in model.parameters() if p.requires_grad] if training else []
-    try:
-        for parameter in required:
-            parameter.requires_grad = False
-        with torch.set_grad_enabled(training):
-            yield
-    finally:
-        for parameter in required:
-            parameter.requires_grad = True
-
-
-@contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
     """Clear gradients and post-accumulate hooks for a block that runs backward, and restore them afterwards."""
     grads = [(p, p.grad) for p in model.parameters()]
