@@ -203,12 +203,31 @@ def is_avoided(op: str, name: str, call: Any) -> str:
 
 
 def prepare(op: str, name: str, weight: QTensor, a: Spec) -> QTensor:
-    """Lay a weight out for a backend and activations of Spec `a`; return it as is if the backend needs no layout."""
+    """Lay a weight out for a backend; return it as it is if the backend needs no layout.
+
+    Args:
+        op: a key of `BACKENDS`.
+        name: the name of a backend.
+        weight: the quantized weight.
+        a: the Spec of the activations it will be multiplied with.
+
+    Returns:
+        The same values, in the layout that the backend's `run` wants.
+
+    Example:
+        >>> laid_out = prepare("scaled_mm", "deepgemm", weight, loka.Spec.parse("e4m3:1x128"))
+    """
     return prepare_for(backend(op, name), weight, a)
 
 
 def prepare_for(chosen: Any, weight: QTensor, a: Spec) -> QTensor:
-    """Like `prepare`, for a backend object that need not be in the registry."""
+    """Do what `prepare` does, for a backend that need not be in the registry.
+
+    Args:
+        chosen: a module of the registry or any object, with `prepare` or without.
+        weight: the quantized weight.
+        a: the Spec of the activations.
+    """
     prepare_weight = getattr(chosen, "prepare", None)
     prepared: QTensor = weight if prepare_weight is None else prepare_weight(weight, a)
     return prepared

@@ -211,7 +211,14 @@ def make_protocol(limits: Limits) -> type:
 
 
 def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float) -> Any:
-    """Make a uvicorn server for an application on a bound socket; signals are left to the caller."""
+    """Make a uvicorn server for an application on a bound socket; signals are left to the caller.
+
+    Args:
+        app: the ASGI application.
+        sock: a bound socket.
+        limits: what a client may send, and how long it may take.
+        drain: seconds that requests in flight have to end when the server stops.
+    """
     import uvicorn
 
     config = uvicorn.Config(
@@ -234,9 +241,13 @@ def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float
 
 
 def bind(host: str, port: int, *, shared: bool = False, option: str = "port") -> socket.socket:
-    """Bind a socket, or raise ValueError saying what is wrong with the address; several can bind a `shared` one.
+    """Bind a socket, or raise ValueError saying what is wrong with the address.
 
-    `option` is what the hint asks to change.
+    Args:
+        host: the address to listen on.
+        port: its port; 0 for a free one.
+        shared: let several processes bind it.
+        option: the option that the hint asks to change.
     """
     if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
         raise ValueError(f"port {port}: expected 0 to 65535")

@@ -258,7 +258,15 @@ def send_from(
 
 
 def summarize(url: str, model: str, traffic: Traffic, sent: Sequence[Sent], *, notes: Sequence[str] = ()) -> LoadTest:
-    """Summarize the requests that were sent as a record."""
+    """Summarize the requests that were sent as a record.
+
+    Args:
+        url: the server.
+        model: the name of its model.
+        traffic: what was to be sent.
+        sent: what was sent, and what came back.
+        notes: what the record says besides.
+    """
     codes: dict[str, int] = {}
     for one in sent:
         name = str(one.code) if one.code else "error"

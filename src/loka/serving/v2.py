@@ -62,7 +62,13 @@ _decoder = msgspec.json.Decoder(Infer)
 
 
 def read(body: bytes, header_length: str | None, model: Servable) -> tuple[Infer, Any]:
-    """Return the inference request, and the model's request made from it; raises Refused."""
+    """Return the inference request, and the model's request made from it; raises Refused.
+
+    Args:
+        body: JSON, and binary tensors behind it.
+        header_length: the length of the JSON, as a header says; None if it is all of the body.
+        model: what the request is for.
+    """
     try:
         size = len(body) if header_length is None else int(header_length)
         if not 0 < size <= len(body):
@@ -117,7 +123,14 @@ def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:
 
 
 def write(infer: Infer, answer: Any, model: Servable, request_id: str) -> tuple[bytes, int | None]:
-    """Return the response body, and the length of its JSON header if binary tensors follow it."""
+    """Return the response body, and the length of its JSON header if binary tensors follow it.
+
+    Args:
+        infer: the inference request, which may name the outputs it wants, and want them binary.
+        answer: the model's answer.
+        model: what has answered.
+        request_id: goes into the response.
+    """
     arrays = model.to_tensors(answer)
     wanted = {out.name: out for out in infer.outputs} or {name: Output(name=name) for name in arrays}
     missing = set(wanted) - set(arrays)

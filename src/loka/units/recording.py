@@ -62,15 +62,9 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
         return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
     recorder = _Recorder(model)
     try:
-        with (
-            undisturbed(model),
-            sparing_weights(model),
-            ordinary_encoders(),
-            torch.set_grad_enabled(training),
-            recorder.watching(training),
-        ):
+        with recorder.watching(training):
             result = recorder.run_on_meta() if on_meta else call_model(model, example)
-            return recorder.finish(result)  # before `undisturbed` restores the attributes, which may hold results
+            return recorder.finish(result)  # before `watching` restores the attributes, which may hold results
     except Exception as error:  # a user's forward may raise anything; mods can do without a flow and report it
         return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
 
@@ -88,13 +82,7 @@ def record_steps(model: nn.Module, run: Callable[[], Any], *, training: bool = F
         them are recorded as inside `STEP`.
     """
     recorder = _Recorder(model, steps=True)
-    with (
-        undisturbed(model),
-        sparing_weights(model),
-        ordinary_encoders(),
-        torch.set_grad_enabled(training),
-        recorder.watching(training),
-    ):
+    with recorder.watching(training):
         run()
         return recorder.finish_steps()
 
@@ -229,8 +217,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, training: bool) -> Iterator[None]:
-        set_mode(self._model, training)
-        with ExitStack() as stack:
+        """Record what runs in this block, in one mode, and restore the model after it."""
+        with (
+            undisturbed(self._model),
+            sparing_weights(self._model),
+            ordinary_encoders(),
+            torch.set_grad_enabled(training),
+            ExitStack() as stack,
+        ):
+            set_mode(self._model, training)
             for module in (m for m in self._model.modules() if not is_scripted(m)):
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
