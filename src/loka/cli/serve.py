@@ -123,6 +123,7 @@ def serve(
     tell(server, json_)
     server.run()
     if server.service.busy:
+        # a thread inside a model cannot be interrupted: an ordinary end would wait for it, or abort
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
