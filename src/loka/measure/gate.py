@@ -36,7 +36,8 @@ checked on two sets and a part of the rows.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ from loka.records.prose import spell_error
 
 T = TypeVar("T")
 KEPT = 1 << 25  # elements of exact results cached between rounds
+SHARED = 1 << 27  # elements of an exact result that several backends are compared with one after the other
 ANSWERS = 4096
 OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows", "alike_rows")
 OTHER_ROUNDS = 6
@@ -131,7 +133,39 @@ def judge_backend(
         return Conformance.failed(supported.reason)
     judges: dict[str, Callable[..., Conformance]] = {"scaled_mm": _judge_matmul, "quantize": _judge_quantize}
     judge = partial(judges.get(op, partial(_judge_other, op)), backend, call, device, moved=moved)
-    return _judge_cached((op, _identity(backend), call, str(device), moved), judge, backend, device)
+    return _judge_cached(_key(op, backend, call, device, moved), judge, backend, device)
+
+
+def judge_products(
+    backends: Sequence[Backend], call: MatmulCall, device: torch.device | str, *, moved: bool = True
+) -> list[Conformance]:
+    """Judge several backends of scaled_mm on one call. Operands and exact products, most of the work, are made once.
+
+    Args:
+        backends: the backends.
+        call: the product.
+        device: the device to run on.
+        moved: see `judge_backend`.
+
+    Returns:
+        The verdict on each, which `judge_backend` then has cached.
+
+    Example:
+        >>> torch_, triton = judge_products([loka.kernels.backend("scaled_mm", name) for name in ("torch", "triton")], call, "cuda")
+    """
+    device = torch.device(device)
+    keys = {id(b): _key("scaled_mm", b, call, device, moved) for b in backends}
+    new = [b for b in backends if keys[id(b)] not in _ANSWERS and not _is_reference(b) and b.supports(call, device)]
+    if len(new) > 1:
+        with _exactly(device.type):
+            found = _judge_matmuls(new, call, device, moved=moved)
+        for backend, verdict in zip(new, found, strict=True):
+            _judge_cached(keys[id(backend)], partial(_reveal, verdict), backend, device)
+    return [judge_backend("scaled_mm", backend, call, device, moved=moved) for backend in backends]
+
+
+def _key(op: str, backend: Backend, call: Any, device: torch.device, moved: bool) -> tuple[Any, ...]:
+    return op, identify(backend), call, str(device), moved
 
 
 def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device: torch.device | str) -> Conformance:
@@ -152,7 +186,7 @@ def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device
         True
     """
     device = torch.device(device)
-    key = ("quantizer", _identity(quantize), call, str(device))
+    key = ("quantizer", identify(quantize), call, str(device))
     judge = partial(_judge_quantize, _FunctionBackend(quantize), call, device, moved=True)
     return _judge_cached(key, judge, quantize, device)
 
@@ -215,7 +249,7 @@ def _exactly(kind: str) -> Iterator[None]:
             yield
 
 
-def _identity(subject: Any) -> tuple[Any, ...]:
+def identify(subject: Any) -> tuple[Any, ...]:
     """Return a key for a backend or function: the object, and the function it runs, which a test may replace."""
     if isinstance(subject, partial):
         return (subject.func, subject.args, tuple(sorted(subject.keywords.items())))
@@ -324,17 +358,29 @@ class _OnDemand(dict[str, T]):
         return made
 
 
-class _MatmulTrial:
-    """The state of judging one backend of scaled_mm."""
+class _Operands:
+    """The operand sets of one product and their exact results, for all backends that are judged on it."""
 
-    def __init__(self, backend: Any, call: MatmulCall, device: torch.device, *, moved: bool) -> None:
-        self.backend, self.call, self.device, self.moved = backend, call, device, moved
-        self.allowed = allow(call)
-        self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
-        keep = len(MATMUL_SETS) * call.m * call.n <= KEPT
+    def __init__(self, call: MatmulCall, device: torch.device, backends: int) -> None:
+        self._for_all_rounds = len(MATMUL_SETS) * call.m * call.n <= KEPT
+        keep = self._for_all_rounds or (backends > 1 and call.m * call.n <= SHARED)
         self.sets = sets = _OnDemand(lambda name: matmul_set(call, name, seed=0, device=device))
         # not by way of `self`: in a cycle, all of it would stay in memory until Python looks for cycles
         self.products = _OnDemand(lambda name: Product(sets[name].a, sets[name].b, keep=keep))
+
+    def leave(self, name: str) -> None:
+        """Release the exact result of a set, unless those of all sets may stay."""
+        if not self._for_all_rounds and name in self.products:
+            self.products[name].forget()
+
+
+class _MatmulTrial:
+    """The state of judging one backend of scaled_mm."""
+
+    def __init__(self, backend: Any, call: MatmulCall, device: torch.device, operands: _Operands) -> None:
+        self.backend, self.call, self.device = backend, call, device
+        self.sets, self.products, self.allowed = operands.sets, operands.products, allow(call)
+        self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
         self.first: dict[str, Tensor] = {}
 
     def step(self, number: int, round_: Round, name: str) -> Conformance:
@@ -382,15 +428,41 @@ class _MatmulTrial:
         return out, a, b, around.changed()
 
 
-@torch.no_grad()
 def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device, *, moved: bool) -> Conformance:
-    trial, worst = _MatmulTrial(backend, _shrink_reference_call(backend, call), device, moved=moved), 0.0
-    for number, round_, name in _steps(backend, MATMUL_SETS, moved=moved):
-        verdict = trial.step(number, round_, name)
-        if not verdict:
-            return Conformance(False, verdict.error, trial.allowed, _describe(round_, number, name, verdict.reason))
-        worst = max(worst, verdict.error)
-    return Conformance(True, worst, trial.allowed)
+    (found,) = _judge_matmuls([backend], _shrink_reference_call(backend, call), device, moved=moved)
+    return _reveal(found)
+
+
+def _reveal(found: Conformance | Exception) -> Conformance:
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@torch.no_grad()
+def _judge_matmuls(
+    backends: Sequence[Any], call: MatmulCall, device: torch.device, *, moved: bool
+) -> list[Conformance | Exception]:
+    """Judge backends side by side: each set is shown to all of them before the next one is made."""
+    operands = _Operands(call, device, len(backends))
+    trials = [_MatmulTrial(backend, call, device, operands) for backend in backends]
+    worst, ended = [0.0] * len(trials), dict[int, Conformance | Exception]()
+    for number, round_, name in _steps(backends[0], MATMUL_SETS, moved=moved):
+        for at, trial in enumerate(trials):
+            if at in ended:
+                continue
+            try:
+                verdict = trial.step(number, round_, name)
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
+                ended[at] = error
+                continue
+            worst[at] = max(worst[at], verdict.error)
+            if not verdict:
+                reason = _describe(round_, number, name, verdict.reason)
+                ended[at] = Conformance(False, verdict.error, trial.allowed, reason)
+        operands.leave(name)
+    return [ended.get(at, Conformance(True, worst[at], trial.allowed)) for at, trial in enumerate(trials)]
 
 
 @torch.no_grad()

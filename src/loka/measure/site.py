@@ -174,7 +174,9 @@ def time_case(
     target, end = torch.device(device), time.monotonic() + seconds
     parsed = [GemmWay.parse(c["way"], fast_accum=c["fast_accum"]) for c in candidates]
     job = SiteJob(gemm, m, k, n, tuple(parsed), weights)
-    answers: list[dict[str, Any]] = [_check_candidate(job, c, target, distributions, end) for c in parsed]
+    expected = _Expected(job, target)
+    answers: list[dict[str, Any]] = [_check_candidate(job, c, expected, distributions, end) for c in parsed]
+    del expected
     green = [(c, answer) for c, answer in zip(parsed, answers, strict=True) if "refusal" not in answer]
     if green:
         _time(job, green, target, repeats)
@@ -219,19 +221,19 @@ def _thunk(job: SiteJob, candidate: GemmWay, pair: tuple[Tensor, Tensor]) -> Thu
 
 
 def _check_candidate(
-    job: SiteJob, candidate: GemmWay, device: torch.device, distributions: Sequence[str], end: float
+    job: SiteJob, candidate: GemmWay, expected: "_Expected", distributions: Sequence[str], end: float
 ) -> dict[str, Any]:
     """Check whether a candidate may be timed, and measure its errors on the given distributions."""
     if time.monotonic() > end:
         return {"refusal": "not timed: the time box was used up"}
     call = candidate.call(*gemm_shape(job.gemm, job.m, job.k, job.n))
-    backend = registry.backend("scaled_mm", candidate.backend)
+    backend, device = registry.backend("scaled_mm", candidate.backend), expected.device
     verdict = backend.supports(call, device)
     if not verdict:
         return {"refusal": verdict.reason}
     try:
         judged = judge_backend("scaled_mm", backend, call, device)
-        checked = judged and _check_timed_code(job, candidate, call, _draw(job, 0, "normal", device))
+        checked = judged and _check_timed_code(job, candidate, call, expected)
         if checked.raised:
             return {"refusal": checked.reason}
         if not checked:
@@ -248,21 +250,49 @@ def _check_candidate(
     return {"error": checked.error, "tolerance": checked.tolerance, "errors": errors}
 
 
-def _check_timed_code(job: SiteJob, candidate: GemmWay, call: MatmulCall, pair: tuple[Tensor, Tensor]) -> Conformance:
+class _Expected:
+    """What the timed code must compute, made once for all candidates of a job that quantize alike."""
+
+    def __init__(self, job: SiteJob, device: torch.device) -> None:
+        self.job, self.device = job, device
+        m, _, n = gemm_shape(job.gemm, job.m, job.k, job.n)
+        self.rows = _judged_rows(m, n).to(device)  # the rows of the product that are checked
+        self._pair: tuple[Tensor, Tensor] | None = None
+        self._quantized: dict[tuple[int, Spec], tuple[QTensor, Conformance]] = {}
+        self._laws: dict[tuple[Spec, Spec], conformance.Law] = {}
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """The operands, as a linear has them."""
+        if self._pair is None:
+            self._pair = _draw(self.job, 0, "normal", self.device)
+        return self._pair
+
+    def quantized(self, side: int, spec: Spec) -> tuple[QTensor, Conformance]:
+        """Return an operand as the timed code quantizes it, and whether it is the reference's, bit for bit."""
+        if (side, spec) not in self._quantized:
+            x = self.pair[side]
+            q = _quantize(x, spec)
+            law, _ = registry.backend("quantize", "reference").run(x.contiguous(), spec)
+            self._quantized[side, spec] = q, conformance.check_quantized(q, law)
+        return self._quantized[side, spec]
+
+    def law(self, a: Spec, b: Spec) -> conformance.Law:
+        """Return the exact product of the quantized operands, of the rows that are checked."""
+        if (a, b) not in self._laws:
+            left, right = (self.quantized(side, spec)[0].dequantize() for side, spec in enumerate((a, b)))
+            self._laws[a, b] = conformance.law_of_values(left[self.rows].double(), right.double())
+        return self._laws[a, b]
+
+
+def _check_timed_code(job: SiteJob, candidate: GemmWay, call: MatmulCall, expected: _Expected) -> Conformance:
     """Compare the quantizer with the reference bit for bit, then the result with the exact product of its operands."""
-    quantized: list[QTensor] = []
-    for x, spec in zip(pair, (candidate.a, candidate.b), strict=True):
-        q = _quantize(x, spec)
-        expected, _ = registry.backend("quantize", "reference").run(x.contiguous(), spec)
-        same = conformance.check_quantized(q, expected)
+    for side, spec in enumerate((candidate.a, candidate.b)):
+        _, same = expected.quantized(side, spec)
         if not same:
             return Conformance(False, same.error, same.tolerance, f"quantizing to {spec}: {same.reason}")
-        quantized.append(q)
-    rows = _judged_rows(call.m, call.n)
-    left, right = (q.dequantize().double() for q in quantized)
-    law = conformance.law_of_values(left[rows.to(left.device)], right)
-    run = _thunk(job, candidate, pair)
-    return conformance.judge_runs(lambda: run()[rows.to(left.device)], law, conformance.tolerance(call), call.out_dtype)
+    run, law = _thunk(job, candidate, expected.pair), expected.law(candidate.a, candidate.b)
+    return conformance.judge_runs(lambda: run()[expected.rows], law, conformance.tolerance(call), call.out_dtype)
 
 
 def _judged_rows(m: int, n: int) -> Tensor:

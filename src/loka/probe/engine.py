@@ -29,6 +29,9 @@ from loka.kernels.quantize import QuantizeCall, quantize
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.gate import judge_backend, judge_quantizer
 
+QUANTIZERS = {
+    name: partial(quantize, backend=name) for name in ("reference", "auto")
+}  # one object each: what they quantized is shared
 GATE_DTYPES = (torch.float32, torch.bfloat16)  # the dtypes of Probe's samples and of a model's activations
 
 
@@ -52,7 +55,7 @@ class Engine:
     @classmethod
     def named(cls, name: str) -> "Engine":
         """Return the engine for a scaled_mm backend. "reference" also quantizes with the reference implementation."""
-        quantizer = partial(quantize, backend="reference" if name == "reference" else "auto")
+        quantizer = QUANTIZERS["reference" if name == "reference" else "auto"]
         return cls(name, quantizer, registry.backend("scaled_mm", name))
 
     def multiply(self, qa: QTensor, qb: QTensor, operands: GemmWay) -> Tensor:
@@ -67,13 +70,20 @@ class Engine:
         verdict = self.matmul.supports(call, device)
         if not verdict:
             return verdict.reason
-        for rows, spec in ((m, operands.a), (n, operands.b)):
-            for dtype in GATE_DTYPES:
-                found = judge_quantizer(self.quantize, QuantizeCall(rows, k, spec, dtype), device)
-                if not found:
-                    return f"fails the conformance gate, quantizing {dtype} to {spec}: {found.reason}"
+        for one in quantizer_calls(operands, shape):
+            found = judge_quantizer(self.quantize, one, device)
+            if not found:
+                return f"fails the conformance gate, quantizing {one.in_dtype} to {one.spec}: {found.reason}"
         found = judge_backend("scaled_mm", self.matmul, call, device)
         return None if found else f"fails the conformance gate {found.reason}"
+
+
+def quantizer_calls(operands: GemmWay, shape: tuple[int, int, int]) -> list[QuantizeCall]:
+    """Return how the operands of a GEMM of that shape (M, K, N) are quantized."""
+    m, k, n = shape
+    return [
+        QuantizeCall(rows, k, spec, dtype) for rows, spec in ((m, operands.a), (n, operands.b)) for dtype in GATE_DTYPES
+    ]
 
 
 def out_dtype(device: torch.device) -> torch.dtype:

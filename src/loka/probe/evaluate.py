@@ -30,6 +30,7 @@ The conformance gate runs first (`loka.probe.engine`); a candidate that fails ha
 `loka.probe.speed` measures times.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,9 @@ from loka.dispatch import recipe_named
 from loka.formats import QTensor, Spec
 from loka.kernels.compiling import run_overlapping
 from loka.kernels.scaled_mm import GemmWay
+from loka.measure.gate import identify, judge_products, judge_quantizer
 from loka.measure.site import gemm_shape
-from loka.probe.engine import Engine
+from loka.probe.engine import Engine, out_dtype, quantizer_calls
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
 from loka.probe.problem import MAX_WGRAD_ROWS, ROWS_PER_SAMPLE, Chunk, Outputs, Problem, draw_chunks, rows_of
 from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
@@ -128,22 +130,36 @@ class Evaluator:
     def judge_kernels(self, watches: Iterable[Watch], tell: Callable[[int, int], None]) -> None:
         """Judge the kernels of every candidate of some sites by the conformance gate, which caches its verdicts.
 
-        `evaluate` does the same one by one. Here the kernels of all of them are compiled side by side.
+        `evaluate` does the same one by one. Here the kernels of all of them are compiled side by side, and engines that
+        multiply the same operands share these and their exact product.
 
         Args:
             watches: the sites.
             tell: called with (done, total).
         """
-        tasks = [
-            partial(self._refuse, watch, gemm, trial)
-            for watch in (watches if self._gate else ())
-            for gemm in watch.gemms
-            for trial in self._trials(gemm)
-        ]
+        tasks: dict[object, Callable[[], object]] = {}
+        for watch in watches if self._gate else ():
+            for gemm in watch.gemms:
+                for operands, engines in self._engines_by_operands(gemm, watch).items():
+                    shape = self._shape(watch, gemm)
+                    for engine, one in itertools.product(engines, quantizer_calls(operands, shape)):
+                        key = (identify(engine.quantize), one, watch.device)
+                        tasks.setdefault(key, partial(judge_quantizer, engine.quantize, one, watch.device))
+                    product, backends = operands.call(*shape, out_dtype(watch.device)), [e.matmul for e in engines]
+                    tasks.setdefault((product, watch.device), partial(judge_products, backends, product, watch.device))
         if tasks:
             tell(0, len(tasks))
-        for done, _ in enumerate(run_overlapping(tasks), 1):
+        for done, _ in enumerate(run_overlapping(list(tasks.values())), 1):
             tell(done, len(tasks))
+
+    def _engines_by_operands(self, gemm: Gemm, watch: Watch) -> dict[GemmWay, list[Engine]]:
+        """Return the engines that support a GEMM of a site, for each way to quantize its operands."""
+        found: dict[GemmWay, list[Engine]] = {}
+        for trial in self._trials(gemm):
+            call = trial.operands.call(*self._shape(watch, gemm), out_dtype(watch.device))
+            if trial.engine.matmul.supports(call, watch.device):
+                found.setdefault(trial.operands, []).append(trial.engine)
+        return found
 
     def _trials(self, gemm: Gemm) -> list[Trial]:
         return [
@@ -156,8 +172,11 @@ class Evaluator:
     @torch.no_grad()
     def _refuse(self, watch: Watch, gemm: Gemm, trial: Trial) -> str | None:
         """Return why a candidate may not run at the site's shape; None if it may."""
-        shape = gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
-        return trial.engine.refuse(trial.operands, shape, watch.device)
+        return trial.engine.refuse(trial.operands, self._shape(watch, gemm), watch.device)
+
+    def _shape(self, watch: Watch, gemm: Gemm) -> tuple[int, int, int]:
+        """Return M, K and N of a GEMM of a site's largest call."""
+        return gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
 
     def _measure(
         self, watch: Watch, rows: Problem, outputs: Outputs, source: Source, outcomes: Sequence[Outcome]
