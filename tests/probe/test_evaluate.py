@@ -25,7 +25,7 @@ from loka.probe.evaluate import (
     run_rows,
     summarise,
 )
-from loka.probe.interval import interval_of, summarise_draws, to_decibel
+from loka.probe.interval import intervals_of, summarise_draws, to_decibel
 from loka.probe.problem import (
     Outputs,
     Problem,
@@ -139,7 +139,7 @@ def test_a_resample_equals_computing_it() -> None:
         values = [summarise(*run_rows(part, trial, part.reference())) for part in direct]
         whole = summarise(*run_rows(problem, trial, problem.reference()))
         for i, interval in enumerate((found.mere, found.relative_l2, found.saturated, found.underflowed)):
-            expected = interval_of(whole[i], [v[i] for v in values])
+            (expected,) = intervals_of([whole[i]], torch.tensor([[v[i]] for v in values], dtype=torch.float64))
             assert interval.value == pytest.approx(expected.value, rel=1e-9, abs=1e-12)
             assert interval.low == pytest.approx(expected.low, rel=1e-6, abs=1e-9)
             assert interval.high == pytest.approx(expected.high, rel=1e-6, abs=1e-9)
@@ -395,7 +395,7 @@ def test_the_gate_looks_at_all_rows_of_every_gemm(gemm: Any) -> None:
 
 
 def test_intervals_contain_their_value_and_decibels_turn_around() -> None:
-    interval = interval_of(1.0, [2.0, 3.0])
+    (interval,) = intervals_of([1.0], torch.tensor([[2.0], [3.0]], dtype=torch.float64))
     assert (interval.low, interval.value) == (1.0, 1.0)
     decibel = to_decibel(Interval(value=0.1, low=0.01, high=1.0))
     assert decibel is not None

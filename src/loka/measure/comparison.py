@@ -18,7 +18,8 @@ Results are compared in slabs of rows, to limit the memory for float64 copies.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -128,9 +129,9 @@ def compare_product(
             return Conformance.failed(misplaced, allowed)
         squares = _unexplained(some, slab, finite=finite).square_()
         columns += squares.sum(dim=0, dtype=torch.float64)
-        worst, where = max((worst, where), *_looks(squares, start, alike))
+        worst, where = max((worst, where), _find_worst(_looks(squares, start, alike)))
     if not alike:
-        worst, where = max((worst, where), *_check_columns(columns, out.shape[0]))
+        worst, where = max((worst, where), _find_worst(_look_at_columns(columns, out.shape[0])))
     return Conformance.within(worst, allowed, f"{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
 
 
@@ -167,28 +168,46 @@ def _find_misplaced(out: Tensor, exact: Law, allowed: float, start: int) -> str 
     return None
 
 
-def _looks(squares: Tensor, start: int, alike: bool) -> Iterator[tuple[float, str]]:
-    """Yield the worst root mean square of each kind over its allowance, and its place."""
-    index = int(squares.argmax())
-    row, column = index // squares.shape[1], index % squares.shape[1]
-    element = math.sqrt(float(squares[row, column])) / ELEMENT_ALLOWANCE
-    yield element, f"element [{start + row}, {column}]"
+@dataclass(frozen=True)
+class _Worst:
+    """The worst of the root mean squares over their allowances, still on the device."""
+
+    square: Tensor
+    index: Tensor
+    place: Callable[[int], str]
+
+
+def _looks(squares: Tensor, start: int, alike: bool) -> Iterator[_Worst]:
+    """Yield the worst of each kind of group."""
+    height, width = squares.shape
+    yield _worst(squares, 1 / ELEMENT_ALLOWANCE**2, lambda i: f"element [{start + i // width}, {i % width}]")
     if alike:
         return
-    width, height = squares.shape[1], squares.shape[0]
-    means = squares.mean(dim=1, dtype=torch.float64).sqrt() / _allowance(width)
-    yield float(means.amax()), f"row {start + int(means.argmax())}"
-    yield _find_worst_block(_pool(squares, 1, STRIP), (height, width), (1, STRIP), start)
-    yield _find_worst_block(_pool(squares, STRIP, 1), (height, width), (STRIP, 1), start)
+    yield _worst(squares.mean(dim=1), 1 / _allowance(width) ** 2, lambda i: f"row {start + i}")
+    yield _worst_block(_pool(squares, 1, STRIP), (height, width), (1, STRIP), start)
+    yield _worst_block(_pool(squares, STRIP, 1), (height, width), (STRIP, 1), start)
     tiles = _pool(squares, TILE, TILE)
-    yield _find_worst_block(tiles, (height, width), (TILE, TILE), start)
-    yield _find_worst_block(_pool(tiles, STRIP // TILE, STRIP // TILE), (height, width), (STRIP, STRIP), start)
+    yield _worst_block(tiles, (height, width), (TILE, TILE), start)
+    yield _worst_block(_pool(tiles, STRIP // TILE, STRIP // TILE), (height, width), (STRIP, STRIP), start)
 
 
-def _check_columns(sums: Tensor, rows: int) -> Iterator[tuple[float, str]]:
-    means = (sums / rows).sqrt()
-    yield float(means.amax()) / _allowance(rows), f"column {int(means.argmax())}"
-    yield float((sums.mean() / rows).sqrt()) / _allowance(rows * len(sums)), "the whole result"
+def _look_at_columns(sums: Tensor, rows: int) -> Iterator[_Worst]:
+    yield _worst(sums, 1 / (rows * _allowance(rows) ** 2), lambda i: f"column {i}")
+    whole = sums.mean() / (rows * _allowance(rows * len(sums)) ** 2)
+    yield _Worst(whole, torch.zeros_like(whole), lambda i: "the whole result")
+
+
+def _worst(squares: Tensor, share: float, place: Callable[[int], str]) -> _Worst:
+    largest, index = squares.flatten().max(0)
+    return _Worst(largest * share, index, place)
+
+
+def _find_worst(looks: Iterable[_Worst]) -> tuple[float, str]:
+    """Return the worst root mean square and its place. Everything is fetched at once, since each fetch waits."""
+    found = list(looks)
+    table = torch.stack([torch.stack((look.square.double(), look.index.double())) for look in found]).tolist()
+    square, index, look = max(((s, i, look) for (s, i), look in zip(table, found, strict=True)), key=lambda row: row[0])
+    return math.sqrt(square), look.place(int(index))
 
 
 def _pool(sums: Tensor, high: int, wide: int) -> Tensor:
@@ -198,17 +217,25 @@ def _pool(sums: Tensor, high: int, wide: int) -> Tensor:
     return padded.reshape(-(-rows // high), high, -(-columns // wide), wide).sum(dim=(1, 3))
 
 
-def _find_worst_block(sums: Tensor, shape: tuple[int, int], block: tuple[int, int], start: int) -> tuple[float, str]:
-    rows, columns = (
-        torch.full((n,), float(extent), device=sums.device) for n, extent in zip(sums.shape, block, strict=True)
-    )
-    rows[-1], columns[-1] = ((total - 1) % extent + 1 for total, extent in zip(shape, block, strict=True))
-    counts = rows[:, None] * columns[None, :]
-    ratios = (sums / counts).sqrt() / (1 + 5 / counts.sqrt())
-    index = int(ratios.argmax())
-    row, column = index // ratios.shape[1] * block[0], index % ratios.shape[1] * block[1]
-    place = f"rows {start + row} to {start + min(row + block[0], shape[0]) - 1}, columns {column} to {min(column + block[1], shape[1]) - 1}"
-    return float(ratios.flatten()[index]), place
+def _worst_block(sums: Tensor, shape: tuple[int, int], block: tuple[int, int], start: int) -> _Worst:
+    """Return the worst of blocks, by their sums of squares. Those at the edges have fewer elements."""
+    (height, width), (high, wide) = shape, block
+    last_high, last_wide = (height - 1) % high + 1, (width - 1) % wide + 1
+
+    def share(rows: int, columns: int) -> float:
+        return 1 / (rows * columns * _allowance(rows * columns) ** 2)
+
+    found = sums * share(high, wide)
+    found[-1] = sums[-1] * share(last_high, wide)
+    found[:, -1] = sums[:, -1] * share(high, last_wide)
+    found[-1, -1] = sums[-1, -1] * share(last_high, last_wide)
+
+    def place(index: int) -> str:
+        row, column = index // sums.shape[1] * high, index % sums.shape[1] * wide
+        ends = start + min(row + high, height) - 1, min(column + wide, width) - 1
+        return f"rows {start + row} to {ends[0]}, columns {column} to {ends[1]}"
+
+    return _worst(found, 1.0, place)
 
 
 def _allowance(count: int) -> float:

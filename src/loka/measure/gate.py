@@ -36,6 +36,7 @@ checked on two sets and a part of the rows.
 
 import copy
 import math
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -302,8 +303,13 @@ def _call(run: Callable[[], Any], device: torch.device, *, elsewhere: bool) -> A
     if not elsewhere:
         return run()
     here = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_call_after, here, run, device).result()
+    return _other_thread(os.getpid()).submit(_call_after, here, run, device).result()
+
+
+@lru_cache
+def _other_thread(process: int) -> ThreadPoolExecutor:
+    """Return the thread of such calls, one for each process: a child that was forked has none of its parent's."""
+    return ThreadPoolExecutor(1, "judge-elsewhere")
 
 
 @torch.no_grad()

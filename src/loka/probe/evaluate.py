@@ -48,7 +48,7 @@ from loka.kernels.scaled_mm import GemmWay
 from loka.measure.gate import identify, judge_products, judge_quantizer
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, out_dtype, quantizer_calls
-from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
+from loka.probe.interval import Values, intervals_of, make_entry, not_finite, summarise_draws
 from loka.probe.problem import MAX_WGRAD_ROWS, ROWS_PER_SAMPLE, Chunk, Outputs, Problem, draw_chunks, rows_of
 from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
 from loka.probe.watch import Watch
@@ -427,5 +427,4 @@ def _measure_trial(
     bad = [r for r in (value, *replicates) if not all(math.isfinite(v) for v in r[:2])]
     if bad:
         return not_finite(source, bad[0])
-    intervals = [interval_of(v, [r[i] for r in replicates]) for i, v in enumerate(value)]
-    return make_entry(source, samples, rows, intervals)
+    return make_entry(source, samples, rows, intervals_of(value, torch.tensor(replicates, dtype=torch.float64)))

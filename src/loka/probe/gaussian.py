@@ -24,6 +24,18 @@ from loka.probe.scatter import Factor, Scatter, SketchedScatter, WholeScatter
 WIDTH_CAP = 4096
 
 
+def draw_normal(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Draw from N(0, 1) on a device, float32, by a generator that may be on another one.
+
+    A GPU draws by a generator of its own, seeded by the given one: drawing there and copying takes longer than the rest
+    of an evaluation.
+    """
+    if generator.device.type != device.type:
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=device)
+
+
 class Gaussian:
     """Mean and covariance of rows [*, width]."""
 
@@ -106,8 +118,7 @@ class Gaussian:
     def normals(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw rows with this covariance and mean zero, float32 [count, width]."""
         factor = self._get_factor()
-        z = torch.randn(count, factor.noise, generator=generator, device=generator.device)
-        return factor.apply(z.to(self.mean.device))
+        return factor.apply(draw_normal((count, factor.noise), generator, self.mean.device))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw rows mu + L z, float32 [count, width]."""

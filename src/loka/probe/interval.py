@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from loka.records import DistributionError, Interval, Source
 
@@ -25,8 +26,7 @@ def summarise_draws(
     sizes = torch.bincount(groups, minlength=count).double()
     index = torch.randint(count, (RESAMPLES, count), generator=generator)
     means = sums[index].sum(1) / sizes[index].sum(1, keepdim=True)
-    intervals = [interval_of(float(table[:, i].mean()), means[:, i].tolist()) for i in range(4)]
-    return make_entry(source, len(values), rows, intervals)
+    return make_entry(source, len(values), rows, intervals_of(table.mean(0).tolist(), means))
 
 
 def not_finite(source: Source, value: Sequence[float]) -> str:
@@ -56,8 +56,11 @@ def to_decibel(l2: Interval) -> Interval | None:
     return Interval(value=-20 * math.log10(l2.value), low=-20 * math.log10(l2.high), high=-20 * math.log10(l2.low))
 
 
-def interval_of(value: float, replicates: Sequence[float]) -> Interval:
-    """Return the 95 % quantile interval of the replicates, widened to contain the value."""
+def intervals_of(values: Sequence[float], replicates: Tensor) -> list[Interval]:
+    """Return the 95 % quantile intervals of the columns of replicates, each widened to contain its value."""
     levels = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = torch.quantile(torch.tensor(replicates, dtype=torch.float64), levels).tolist()
-    return Interval(value=value, low=min(low, value), high=max(high, value))
+    lows, highs = torch.quantile(replicates, levels, dim=0).tolist()
+    return [
+        Interval(value=value, low=min(low, value), high=max(high, value))
+        for value, low, high in zip(values, lows, highs, strict=True)
+    ]

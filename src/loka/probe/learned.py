@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.probe.gaussian import Gaussian
+from loka.probe.gaussian import Gaussian, draw_normal
 from loka.probe.ledger import Share
 from loka.probe.marginals import Marginals, match_ranks
 from loka.probe.matrix_normal import MatrixNormal
@@ -154,7 +154,7 @@ class Learned:
         if source == "rows":
             return kept[self._pick_rows(count, generator)].float()
         if source == "normal":
-            return torch.randn(count, kept.shape[1], generator=generator, device=generator.device).to(kept.device)
+            return draw_normal((count, kept.shape[1]), generator, kept.device)
         self._require_distribution(source)
         gaussian = self.gaussians[role]
         if source == "gaussian":
@@ -197,7 +197,7 @@ class Learned:
         if source == "rows":
             return actual
         if source == "normal":
-            return torch.randn(actual.shape, generator=generator, device=generator.device).to(actual.device)
+            return draw_normal(tuple(actual.shape), generator, actual.device)
         self._require_distribution(source)
         if self.matrix_normal is None:
             raise ValueError(f"{self.name}: a table of embeddings has no matrix normal")

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from loka.probe.gaussian import draw_normal
 from loka.probe.saving import load_tensors
 from loka.probe.scatter import BLOCK, cholesky, shrink
 
@@ -180,7 +181,7 @@ class MatrixNormal:
         """Draw M + L_U Z L_V^T, float32 [n, k]."""
         if self.snapshots == 0:
             raise ValueError("nothing to sample from: no finite weight was seen")
-        z = torch.randn(self.n, self.k, generator=generator, device=generator.device).to(self._mean)
+        z = draw_normal((self.n, self.k), generator, self._mean.device)
         seen = float(self.snapshots)
         coloured = self.v.colour(z, self.v.root(self.n * seen))
         return self.mean + self.u.colour(coloured.T, self.u.root(self.k * seen)).T

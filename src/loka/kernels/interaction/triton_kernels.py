@@ -267,10 +267,12 @@ def _plan_interact(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, k: int, n_l: int, n_f: int, project: bool, keep: bool
 ) -> _Plan:  # fmt: skip
     rows, n, d = shape
-    programs = min(rows, _PER_PROCESSOR * processors(device))
+    most = _PER_PROCESSOR * processors(
+        device
+    )  # what the kernel is compiled for, also where fewer programs are launched
     blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f))
     launch = bind(
-        _interact, (programs,), rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED,
+        _interact, (min(rows, most),), rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)), project, keep, most, INTERPRETED,
         **forward_launch(*blocks, project=project),
     )  # fmt: skip
     return _Plan(
@@ -335,10 +337,11 @@ def _plan_gradient(
     shape: tuple[int, int, int], weight: tuple[int, int], dtype: torch.dtype, device: torch.device, k: int, n_l: int, n_f: int, project: bool
 ) -> tuple[Maker, Maker, Bound]:  # fmt: skip
     rows, n, d = shape
-    programs = max(1, min(rows, _GRADIENT_PER_PROCESSOR * processors(device)))
+    most = _GRADIENT_PER_PROCESSOR * processors(device)
+    programs = max(1, min(rows, most))
     blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f + n_l))
     launch = bind(
-        _interact_gradient, (programs,), rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)), project, programs, INTERPRETED,
+        _interact_gradient, (programs,), rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)), project, most, INTERPRETED,
         **gradient_launch(*blocks, project=project),
     )  # fmt: skip
     return maker(shape, dtype, device), maker((programs, *weight), torch.float32, device), launch

@@ -147,12 +147,12 @@ def gemm(
     a, b = tma_ready(a), tma_ready(b)
     bk = 128
     tma_store = n * out.element_size() % 16 == 0
-    programs = min(count * resident, cdiv(m, bm) * cdiv(n, bn))
-    _gemm[(programs,)](
+    most = count * resident  # what the kernel is compiled for, also where fewer are launched: then each has one tile
+    _gemm[(min(most, cdiv(m, bm) * cdiv(n, bn)),)](
         describe(a, [bm, bk]), describe(b, [bn, bk]),
         describe(out, [bm, bn]) if tma_store else None, out, sa, sb, m, n, k,
         *scale_strides(sa), *scale_strides(sb),
-        bm, bn, bk, 8, programs, a_source, b_source, exact, tma_store, _TL[out_dtype],
+        bm, bn, bk, 8, most, a_source, b_source, exact, tma_store, _TL[out_dtype],
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
