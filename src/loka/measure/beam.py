@@ -181,7 +181,8 @@ class BeamAttention(Op[Call]):
 
 def _make_peaked(call: RaggedCall, o: BeamOperands, *, seed: int) -> None:
     """Make drawn operands peaked: at the first key, or at a later one that every request has, by turns."""
-    rows, options = call.requests * call.beams * call.heads, {"device": o.q.device, "dtype": call.dtype}
+    options: Any = {"device": o.q.device, "dtype": call.dtype}
+    rows = call.requests * call.beams * call.heads
     o.q.copy_(peaked.draw_queries(rows, call.d, seed=3 * seed, **options).view(o.q.shape))
     o.k.mul_(peaked.REST)
     key = peaked.make_key(call.d, peaked.ABOVE, scale=call.d**-0.5, **options)

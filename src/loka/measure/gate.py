@@ -13,7 +13,7 @@ If the backend supports prepared weights, every other call of rounds 2 and 3 use
 comes from another thread and, on a GPU, another stream, as those of a backward pass or a captured step do. A quantizer,
 which has fewer sets, runs rounds 2 and 3 twice.
 
-Every other op runs on five distributions of `inputs` through its benchmark adapter (attention on a sixth, `peaked`), six
+Every other op runs on five distributions of `inputs` through its benchmark adapter (softmax attention on a sixth, `peaked`), six
 times on each, every second time in the buffers of the others, and at last on operands with a NaN, where the exact result says where it must be seen. Its
 operands must not change.
 

@@ -164,7 +164,7 @@ def _lengths(call: PaddedAttention) -> list[int]:
 
 def _make_peaked(call: PaddedAttention, o: MaskedOperands, *, seed: int) -> None:
     """Make drawn operands peaked at the first key, which every history has but an empty one."""
-    options = {"device": o.q.device, "dtype": call.dtype}
+    options: Any = {"device": o.q.device, "dtype": call.dtype}
     drawn = peaked.draw_queries(call.rows * call.queries * call.heads, call.d, seed=8 * seed, **options)
     o.q.copy_(drawn.view(call.rows, call.queries, call.heads, call.d).transpose(1, 2))
     o.k.mul_(peaked.REST)
