@@ -30,8 +30,8 @@ from loka.kernels.wire.codec import Codec, parse_codec
 
 # On a CPU torchrec would bring the GPU build of FBGEMM, which cannot be imported there.
 INSTALL = (
-    "pip install 'loka[torchrec]'; on a machine without a GPU: pip install fbgemm-gpu-cpu==1.8.0 torchmetrics==1.0.3, "
-    "then pip install --no-deps torchrec==1.8.0"
+    "pip install 'loka[torchrec]'; on a machine without a GPU: pip install fbgemm-gpu-cpu==1.8.0 "
+    "torchmetrics==1.0.3 tensordict pyre-extensions, then pip install --no-deps torchrec==1.8.0"
 )
 FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
 
