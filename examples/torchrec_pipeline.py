@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from loka.comms.torchrec import INSTALL
 from loka.integrations import TuneDuringTraining
 
 try:
@@ -20,7 +21,7 @@ try:
     from torchrec.distributed.train_pipeline import TrainPipelineBase
     from torchrec.streamable import Pipelineable
 except ImportError as error:
-    raise SystemExit(f"{error}; install: pip install 'loka[torchrec]'") from error
+    raise SystemExit(f"{error}; install: {INSTALL}") from error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEYS, WIDTH, ROWS = ["user", "item"], 64, 256

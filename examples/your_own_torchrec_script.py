@@ -12,14 +12,14 @@ from torch import nn
 import loka  # loka
 from loka import comms  # loka
 from loka.comms.planning import plan_together  # loka
-from loka.comms.torchrec import make_registry  # loka
+from loka.comms.torchrec import INSTALL, make_registry  # loka
 
 try:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
 except ImportError as error:
-    raise SystemExit(f"{error}; install: pip install 'loka[torchrec]'") from error
+    raise SystemExit(f"{error}; install: {INSTALL}") from error
 
 for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}.items():
     os.environ.setdefault(name, value)

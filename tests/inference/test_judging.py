@@ -2,6 +2,7 @@
 
 import importlib
 import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,14 @@ def test_auto_takes_another_backend_for_a_wrong_kernel_and_says_so(monkeypatch: 
     call = next(one.call for one in engine.judge.judged if one.op == "topk")
     assert "conformance gate" in registry.first("topk", call, torch.device("cpu")).refusals["planted"]
 
+    with warnings.catch_warnings(record=True) as told:  # as for a user, whom Python shows each warning once
+        warnings.simplefilter("default")
+        model, second = make()
+        second.generate(requests)
+        second.generate(requests)
+    assert [str(one.message) for one in told] == second.judge.notes == engine.judge.notes
+    assert len(told) == len(set(engine.judge.notes))  # a step of the search each, and nothing twice
+
     model, engine = make(backends=(("topk", "planted"),))  # what was asked for runs, or nothing
     with pytest.raises(ValueError, match=r"(?s)fail the conformance gate.*topk on planted"):
         engine.generate(requests)
@@ -171,6 +180,18 @@ def test_routing_falls_back_to_its_reference(monkeypatch: pytest.MonkeyPatch) ->
     ):
         found = engine.generate(requests)
     assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("run", [1, 2], ids=["first engine", "second engine"])
+def test_what_cannot_be_judged_is_told(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "topk", importlib.import_module("loka.kernels.topk.reference"))
+    monkeypatch.setattr("loka.placing.judging.judge_call", lambda *given: None)
+    registry._CACHE.clear()
+    for _ in range(run):
+        model, engine = make()
+        with pytest.warns(UserWarning, match="there is no conformance check for topk on planted"):
+            engine.generate(make_requests(model, (3, 7)))
+        assert any("no conformance check for topk on planted" in note for note in engine.judge.notes)
 
 
 def plant_wrong_fused_experts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -203,6 +224,10 @@ def test_experts_run_two_kernels_where_the_fused_one_is_wrong(monkeypatch: pytes
         found = engine.generate(requests)
     assert all(torch.equal(a.codes, b.codes) for a, b in zip(found, expected, strict=True))
     assert not engine.tuning.tuned(8).blocks[-1].ffn.fused
+    _model, engine = make()
+    with pytest.warns(UserWarning, match="grouped_mm runs on two kernels, since grouped_mm on triton, .*swiglu"):
+        engine.generate(requests)
+    assert len(engine.judge.notes) == 1
 
 
 def test_a_wrong_fused_kernel_of_experts_is_refused_before_it_is_timed(

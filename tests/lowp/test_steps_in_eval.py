@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import loka
+from loka.lowp.chain import chains_of
 from loka.placing import plan_everything
 
 
@@ -51,3 +52,37 @@ def test_an_evaluation_between_steps_leaves_no_trace() -> None:
             optimizer.step()
         found.append(y.detach())
     assert torch.equal(*found)
+
+
+def test_a_restart_between_steps_in_eval_mode_changes_nothing() -> None:
+    def train(model: nn.Module, steps: range) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(128, 64, generator=generator) * (0.1 if step < 4 else 1.0)
+            optimizer.zero_grad()
+            y = model(x)
+            y.square().mean().backward()
+            optimizer.step()
+        return y.detach()
+
+    straight, restarted = make().eval(), make().eval()
+    plan = plan_everything(straight, torch.randn(128, 64))
+    loka.convert(straight, plan)
+    train(straight, range(4))
+    restarted.load_state_dict(straight.state_dict())
+    loka.convert(restarted, plan)
+    loka.load_scale_state(restarted, loka.scale_state(straight))
+    restarted.eval()
+    straight.eval()
+    for begin in (4, 5, 6):  # the first of them is larger than all before
+        assert torch.equal(train(straight, range(begin, begin + 1)), train(restarted, range(begin, begin + 1)))
+
+
+def test_a_chain_that_loses_a_linear_keeps_following_steps_in_eval_mode() -> None:
+    model = make()
+    loka.convert(model, plan_everything(model, torch.randn(128, 64)))
+    ((_, chain),) = chains_of(model)
+    chain.load_steps(torch.tensor([1, 3, 2]))
+    for half in chain.split(chain.links[0].linear):
+        assert half.steps().tolist() == [1, 3, 2]

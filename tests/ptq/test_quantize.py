@@ -574,3 +574,12 @@ def _plan_with_linears(model: nn.Module) -> Plan:
     choices = [choice_of(gemm, recipe_named("rowwise").operands(gemm), "asked for") for gemm in GEMMS]
     sites = [SitePlan(n, 32, m.in_features, m.out_features, 0.25, choices) for n, m in model.named_children()]
     return msgspec.structs.replace(plan_everything(model, torch.randn(32, 64)), sites=sites, units=[])
+
+
+def test_no_line_of_a_summary_is_wider_than_a_terminal() -> None:
+    """The note on the kernels that refused would be one line of hundreds of letters."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    lines = str(quantize(model, "rowwise", keep=["2"])).splitlines()
+    assert any(line.startswith("  note: auto is ") for line in lines)
+    assert any(line.startswith("  kept 2: ") for line in lines)
+    assert max(map(len, lines)) <= 120

@@ -21,6 +21,7 @@ import pytest
 
 from loka.serving import Limits, Policy, RankRequest, Server, Service
 from loka.serving import link as frames
+from loka.serving.call import Outcome
 from loka.serving.front_process import FrontProcess, RemoteService
 from loka.serving.fronts import Fronts, Process, Reply, bind_fronts
 from loka.serving.queues import Batch
@@ -29,9 +30,10 @@ from loka.serving.rehearsal import Turns
 from loka.serving.runner import Refused, Ticket
 from loka.serving.servable import FieldError, Job, Sealed
 from loka.serving.times import Bucket
+from loka.serving.wire import Codec
 
 from .client import call, dial, get, post, wait_for
-from .sleeper import Said, Sleeper, SleeperReader
+from .sleeper import Ask, Said, Sleeper, SleeperReader
 from .small import SCHEMA, make_ranker
 
 pytest.importorskip("uvicorn")
@@ -376,12 +378,15 @@ def test_integers_that_only_json_has_are_the_clients_fault_and_leave_nothing_beh
         sender = frames.Link(frames.TO_FRONT, lambda _: None, lambda: None)
         sender.connection_made(object())  # type: ignore[arg-type]
         remote = RemoteService(pickle.loads(fronts.describe(settings=True).data), sender, memoryview(bytearray(640)))
-        ask = service.codec.decode(b'{"number": 3, "user": 1000000000000000000000000}', "application/json")
-        with pytest.raises(FieldError, match="more than 64 bits"):
-            remote.submit(ask, remote.first, arrived=time.monotonic())
-        with pytest.raises(Refused, match="more than 64 bits") as refused:
-            await asyncio.wait_for(remote.write_outcome("r", {"name": "click", "value": 1.0, "user": ask.user}), 10)
-        assert refused.value.status == 400
+        for codec, body in (
+            (remote.codec, b'{"number": 3, "user": 1000000000000000000000000}'),
+            (Codec(Outcome), b'{"request_id": "r", "name": "click", "value": 1, "user": 1000000000000000000000000}'),
+        ):
+            with pytest.raises(Refused, match="more than 64 bits") as refused:
+                codec.decode(body, "application/json")
+            assert (refused.value.status, refused.value.path) == (400, "$.user")
+        with pytest.raises(FieldError, match="more than 64 bits"):  # within a field, which nobody has looked into
+            remote.submit(Ask(number=3, user=10**24), remote.first, arrived=time.monotonic())
         assert (remote._blocks._free, remote._asked, remote._outcomes) == ([(0, 640)], {}, {})
 
     asyncio.run(work())

@@ -189,6 +189,20 @@ def test_slow_and_endless_senders_are_cut_off(sleeper: Server) -> None:
     assert post(sleeper.url, {"number": 4})[0] == 200
 
 
+def test_transfer_codings_other_than_chunked_are_refused(sleeper: Server) -> None:
+    head = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    body = b"c\r\n" + b'{"number":4}' + b"\r\n0\r\n\r\n"
+    for coding in (b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked", b"identity, chunked"):
+        with dial(sleeper.url) as sock:
+            sock.sendall(head + b"connection: close\r\ntransfer-encoding: " + coding + b"\r\n\r\n" + body)
+            said = read_all(sock)
+        assert said.startswith(b"HTTP/1.1 501"), said
+        assert b"expected chunked" in said
+    with dial(sleeper.url) as sock:
+        sock.sendall(head + b"connection: close\r\ntransfer-encoding: Chunked\r\n\r\n" + body)
+        assert read_all(sock).startswith(b"HTTP/1.1 200")
+
+
 def test_what_follows_a_chunked_body_sets_no_headers_and_is_limited(sleeper: Server) -> None:
     head = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n"
     body = b"c\r\n" + b'{"number":4}' + b"\r\n0\r\n"
@@ -571,6 +585,24 @@ def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path, fronts: int) 
         assert post(server.url, {"features": many})[0] == 400
 
 
+def test_integers_of_more_than_64_bits_are_the_clients_fault_in_every_front(tmp_path: Path, fronts: int) -> None:
+    features = {"age": [0.5, 1], "price": [1, 2], "user": [1, 2], "item": [3, 4], "seen": [[1, 2], [3, 4]]}
+    with Server(make_ranker(tmp_path), sla=60.0, port=0, fronts=fronts).background() as server:
+        for number in (2**64, -(2**63) - 1, 10**30):
+            for change, path in (
+                ({"ids": [5, number]}, "$.ids[1]"),
+                ({"user": number}, "$.user"),
+                ({"features": features | {"user": [1, number]}}, "$.features.user[1]"),
+                ({"features": features | {"user": number}}, "$.features.user[0]"),
+            ):
+                status, _, found = post(server.url, {"features": features} | change)
+                assert (status, found["error"]["path"]) == (400, path), found
+        ids = [2**64 - 1, -(2**63)]
+        found = post(server.url, {"features": features, "ids": ids, "top": 2})
+        assert found[0] == 200
+        assert sorted(found[2]["ids"]) == sorted(ids)
+
+
 def test_a_ranker_takes_tensors_that_fit_its_columns(tmp_path: Path, fronts: int) -> None:
     fitting = {
         "age": {"datatype": "FP64", "shape": [2], "data": [0.5, 1]},
@@ -600,6 +632,13 @@ def test_a_ranker_takes_tensors_that_fit_its_columns(tmp_path: Path, fronts: int
             ({"user": {"datatype": "UINT64", "shape": [1], "data": [2**64 - 1]}}, {}, "$.inputs.user"),
             ({"seen": {"datatype": "FP32", "shape": [2, 1], "data": [1.5, 2]}}, {}, "$.inputs.seen"),
             ({}, {"features": features}, "$.parameters.features"),
+            ({}, {"top": "many"}, "$.parameters.top"),
+            ({}, {"top": 0}, "$.parameters.top"),
+            ({}, {"label": "nothing"}, "$.parameters.label"),
+            ({}, {"ids": [1, True]}, "$.parameters.ids[1]"),
+            ({}, {"ids": [1, 2**64]}, "$.parameters.ids[1]"),
+            ({}, {"strange": 1}, "$.parameters.strange"),
+            ({"user": {"datatype": "INT64", "shape": [2], "data": [1, -2]}}, {}, "$.inputs.user[1]"),
             (
                 {"age": {"datatype": "FP32", "shape": [2], "parameters": {"binary_data_size": 8.0}}},
                 {},
@@ -639,6 +678,14 @@ def test_open_inference_protocol_by_hand(generative: Server) -> None:
     ):
         bad = {"inputs": [body["inputs"][0] | change]}  # type: ignore[index, operator]
         status, _, found = post(url, bad, path="/v2/models/tiny/infer")
+        assert (status, found["error"]["path"]) == (400, path), found
+    for parameters, path in (
+        ({"top": 0}, "$.parameters.top"),  # as the request's type says
+        ({"top": 99_999}, "$.parameters.top"),  # as this model says
+        ({"timeout_ms": "soon"}, "$.parameters.timeout_ms"),
+        ({"strange": 1}, "$.parameters.strange"),
+    ):
+        status, _, found = post(url, body | {"parameters": parameters}, path="/v2/models/tiny/infer")
         assert (status, found["error"]["path"]) == (400, path), found
 
 

@@ -47,7 +47,9 @@ LIBRARIES = (
     Library("ray", "ray", "ray", "loka serve --on ray"),
     Library("onnx", "onnx", "onnx", "loka export to ONNX"),
     Library("onnxruntime", "onnxruntime", "onnx", "checks an ONNX file against the model"),
-    Library("torchrec", "torchrec", "torchrec", "sharded tables"),
+    Library(
+        "torchrec", "torchrec", "torchrec", "sharded tables; without a GPU: fbgemm-gpu-cpu, and torchrec with --no-deps"
+    ),
     Library("transformers", "transformers", "hf", "tune inside a Hugging Face Trainer"),
     Library("lightning", "lightning", "lightning", "tune inside a Lightning Trainer"),
     Library("tensorboard", "tensorboard", "tensorboard", "training curves"),

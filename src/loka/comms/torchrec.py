@@ -28,6 +28,11 @@ from torch import Tensor, nn
 from loka.comms.collectives import Wire, gather_tensors
 from loka.kernels.wire.codec import Codec, parse_codec
 
+# On a CPU torchrec would bring the GPU build of FBGEMM, which cannot be imported there.
+INSTALL = (
+    "pip install 'loka[torchrec]'; on a machine without a GPU: pip install fbgemm-gpu-cpu==1.8.0 "
+    "torchmetrics==1.0.3 tensordict pyre-extensions, then pip install --no-deps torchrec==1.8.0"
+)
 FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
 
 
@@ -297,5 +302,5 @@ def require(module: str) -> Any:
         return import_module(module)
     except Exception as error:  # a broken install raises anything from ImportError to OSError
         raise ValueError(
-            f"TorchRec cannot be imported ({type(error).__name__}: {error}); install: pip install 'loka[torchrec]'"
+            f"TorchRec cannot be imported ({type(error).__name__}: {error}); install: {INSTALL}"
         ) from error

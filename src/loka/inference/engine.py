@@ -8,16 +8,18 @@ The model may be plain, quantized (`loka.quantize`) or converted (`loka.convert`
 GPU every bucket is captured as one CUDA graph on first use (or ahead, by `warm`), after a warm-up that compiles and
 chooses backends. The kernels that the first bucket's run calls (of packed weights, attention, routing and search) are
 judged at their shapes (`loka.placing.judging`), in later buckets those that differ in more than their rows. `auto` takes
-another backend for a wrong one, with a warning; without another one, or for a configured backend, an error is raised.
-(Where backends are chosen by measuring, each is judged at its number of rows before it is timed.) All graphs share one
-memory pool and one set of caches, because only one batch runs at a time. On a CPU the same functions run eagerly.
+another backend for a wrong one, with a warning (as there is of what cannot be judged); without another one, or for a
+configured backend, an error is raised. (Where backends are chosen by measuring, each is judged at its number of rows
+before it is timed.) All graphs share one memory pool and one set of caches, because only one batch runs at a time. On a
+CPU the same functions run eagerly.
 
 Scheduling is in loka.serving, the translation between items and codes in loka.inference.recommender.
 """
 
+import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,8 +138,10 @@ class Engine:
             tune = gpu and not self.config.batch_invariant if self.config.tune is None else self.config.tune
             self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends), measure=tune)
             self._storage = self._allocate()
-        self.judge = Judge(self.device)  # its notes say what could not be judged
+        self.judge = Judge(self.device)  # its notes, of what was not judged or is replaced, are warnings too
         self._judged: set[KernelCall] = set()  # kinds of calls that were judged
+        self._replaced: set[KernelCall] = set()  # kinds of calls that are noted to run on another kernel
+        self._told = 0  # notes that were given as warnings
         self._prepared: dict[Bucket, Prepared] = {}
         self._pool: Any = None
         self.captures = 0  # buckets prepared so far; a server checks that it does not grow once warm
@@ -202,23 +206,40 @@ class Engine:
         if made.judged:
             return made.decoder.generate(made.inputs, made.caches)
         found: list[Found] = []
-        refused: dict[KernelCall, str] = {}
         while True:
             calls = find_calls(lambda: found.append(made.decoder.generate(made.inputs, made.caches)))
             new = [one for one in calls if _is_judged(one) and one.kind not in self._judged]
-            if not (wrong := self.judge.find_wrong(new)):
+            wrong = self.judge.find_wrong(new)
+            self._warn()
+            if not wrong:
                 break
             self._avoid(wrong)
-            refused |= wrong
             self.tuning.forget()  # what it chose by the number of rows may be what is wrong
             made.decoder = self._make_decoder(made.inputs.codes.shape[0])
         self._judged |= {one.kind for one in new}
         made.judged = True
-        for one, why in refused.items():
-            note = f"{one.op} runs on {_name_other(one, calls)}, since {one} fails the conformance gate: {why}"
-            self.judge.notes.append(note)
-            warnings.warn(note, stacklevel=2)
+        self._note_replaced(calls)
         return found[-1]
+
+    def _note_replaced(self, calls: Sequence[KernelCall]) -> None:
+        """Note the kernels that would run if they were not avoided, whichever engine of this process has judged them."""
+        fixed = dict(self.config.backends)
+        fused = [KernelCall("grouped_mm", "", call) for call in self.tuning.fused_calls()]
+        for other in (*calls, *fused):
+            for name in () if other.op in fixed else registry.BACKENDS[other.op]:
+                one, why = replace(other, backend=name), registry.is_avoided(other.op, name, other.call)
+                if why and one.kind not in self._replaced:
+                    self._replaced.add(one.kind)
+                    self.judge.notes.append(f"{one.op} runs on {_name_other(one, calls)}, since {one} {why}")
+        self._warn()
+
+    def _warn(self) -> None:
+        """Warn of what was noted since the last time. Python would show what an earlier engine has said only once."""
+        for note in self.judge.notes[self._told :]:
+            here = inspect.currentframe()
+            line = 0 if here is None else here.f_lineno
+            warnings.warn_explicit(note, UserWarning, __file__, line, module=__name__, registry=None)
+        self._told = len(self.judge.notes)
 
     def _avoid(self, wrong: dict[KernelCall, str]) -> None:
         """Let `auto` no longer pick these kernels. Raise if that leaves one without another."""

@@ -90,6 +90,11 @@ class Tuning:
         """Choose anew for numbers of rows that are asked for from now on, as after a backend was found to be wrong."""
         self._made.clear()
 
+    def fused_calls(self) -> list[GroupedCall]:
+        """Return the call of each block of experts whose gate, up and SwiGLU may run as one kernel."""
+        experts = [block.ffn for block in self.packed.blocks if isinstance(block.ffn, PackedExperts)]
+        return [_products(e, self.dtype, fused=True)[0] for e in experts if isinstance(e.activation, nn.SiLU)]
+
     @property
     def database(self) -> Database:
         """The performance database, opened on first use."""

@@ -168,6 +168,7 @@ class Chain(RunningChain, HandsOn):
             parts = (*self.parts[begin : end - 1], self.parts[end - 1].as_last())
             half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)
             half.primed, half.gradients_primed = self.primed, self.gradients_primed
+            half.load_steps(self.steps())
             half.input = self.input if begin == 0 else None
             for mine, theirs in ((half.out, self.out), (half.grad, self.grad)):
                 for index, state in enumerate(mine):

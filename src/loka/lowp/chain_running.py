@@ -98,7 +98,8 @@ class RunningChain(ChainWeights):
             )
         if not torch.compiler.is_compiling():
             self._refuse_weights()
-            self.notice_unfiled()
+            if x.numel():  # an empty batch has no magnitudes
+                self.notice_unfiled()
             if self.given is not None and not x.is_inference():  # inference tensors have no version counter
                 self.given.append((x, x._version))
         flat, seed = x.reshape(-1, width), None

@@ -101,6 +101,15 @@ class ChainScales:
             all(bool(s.largest > 0) for s in states if s is not None) for states in (self.out, self.grad)
         )
 
+    def steps(self) -> Tensor:
+        """Return what the chain remembers of its steps besides magnitudes, to be saved in a checkpoint."""
+        return torch.tensor([self.steps_in_eval, self._asked, self._unfiled])
+
+    def load_steps(self, steps: Tensor) -> None:
+        """Restore what `steps` returned."""
+        in_eval, self._asked, self._unfiled = (int(one) for one in steps)
+        self.steps_in_eval = bool(in_eval)
+
     def after_step(self) -> None:
         """Check whether all scales are known now, after a step's magnitudes were filed.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from loka.formats import QTensor, Spec
 from loka.kernels.beam_attention import reference
 from loka.kernels.beam_attention.call import AncestorAttentionCall
-from loka.measure import conformance, inputs
+from loka.measure import conformance, inputs, peaked
 from loka.measure.arrangement import unchanged
 from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance, Law
 from loka.measure.fused import judge_twice
@@ -60,8 +60,15 @@ def draw(call: AncestorAttentionCall, *, seed: int, distribution: str, device: t
     """Draw cached keys from the distribution, the rest normal, and random ancestors.
 
     As in the engine, the cache has room for more steps and beams than the step has, and q, k and v lie in one tensor.
-    With a NaN among the keys there is another in q, since no beam may have the key's as an ancestor.
+    With a NaN among the keys there is another in q, since no beam may have the key's as an ancestor. Of `peaked` operands,
+    every head has one peaked key: the new one or an earlier one, by turns of beams and heads.
     """
+    if distribution == peaked.NAME:
+        return _draw_peaked(call, seed=seed, device=device)
+    return _draw(call, seed=seed, distribution=distribution, device=device)
+
+
+def _draw(call: AncestorAttentionCall, *, seed: int, distribution: str, device: torch.device) -> AncestorOperands:
 
     def vectors(part: int, *sizes: int, kind: str = "normal") -> Tensor:
         rows = math.prod(sizes) * call.heads
@@ -77,6 +84,29 @@ def draw(call: AncestorAttentionCall, *, seed: int, distribution: str, device: t
     sizes = (call.steps, call.requests, call.beams)
     table = torch.randint(0, width, sizes, generator=generator, device=device, dtype=torch.int32)
     return AncestorOperands(q, k, v, vectors(3, *cache, kind=distribution), vectors(4, *cache), table)
+
+
+def _draw_peaked(call: AncestorAttentionCall, *, seed: int, device: torch.device) -> AncestorOperands:
+    """A beam's ancestors are beams of its own parity, so that they have their peak in the same heads."""
+    o = _draw(call, seed=seed, distribution="normal", device=device)
+    rows = call.requests * call.beams * call.heads
+    o.q.copy_(peaked.draw_queries(rows, call.d, seed=8 * seed, device=device, dtype=call.dtype).view(o.q.shape))
+    o.k.mul_(peaked.REST)
+    o.keys.mul_(peaked.REST)
+    key = peaked.make_key(call.d, peaked.ABOVE, scale=call.d**-0.5, device=device, dtype=call.dtype)
+    width = o.keys.shape[2]
+    earlier = (torch.arange(width, device=device)[:, None] + torch.arange(call.heads, device=device)) % 2 == 0
+    for step in range(call.steps):
+        at = slice(step, None, call.steps)  # requests differ in which step has the peak
+        for cached, peak in ((o.keys, key), (o.values, torch.zeros_like(key))):
+            cached[step, at] = torch.where(earlier[..., None], peak, cached[step, at])
+    new = ~earlier[: call.beams, :, None] if call.steps else torch.zeros((), dtype=torch.bool, device=device)
+    o.k.copy_(torch.where(new, key, o.k))
+    o.v.copy_(torch.where(new, torch.zeros_like(key), o.v))
+    parity = torch.arange(call.beams, device=device, dtype=torch.int32) % 2
+    table = (o.table // 2 * 2 + parity).clamp(max=width - 1)
+    table = torch.where(table % 2 == parity, table, table - 1)
+    return replace(o, table=table)
 
 
 def make_thunk(backend: Any, call: AncestorAttentionCall, o: AncestorOperands) -> Callable[[], Tensor | QTensor]:

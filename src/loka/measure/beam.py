@@ -19,7 +19,7 @@ from torch import Tensor
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
-from loka.measure import ancestors, conformance, inputs
+from loka.measure import ancestors, conformance, inputs, peaked
 from loka.measure.conformance import ULP, Conformance, Law
 from loka.measure.inputs import Shape
 from loka.measure.op import Op, read_variant, spell_variant
@@ -57,6 +57,7 @@ class BeamAttention(Op[Call]):
 
     op = "beam_attention"
     OWN = RaggedCall
+    OWN_SETS = (peaked.NAME,)
     DIMENSIONS = ("requests", "beams", "context=length")
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
 
@@ -105,6 +106,10 @@ class BeamAttention(Op[Call]):
         def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
             return inputs.draw(rows, call.d, distribution=kind, seed=3 * seed + part, device=device, dtype=call.dtype)
 
+        if distribution == peaked.NAME:
+            o = self.operands(call, seed=seed, distribution="normal", device=device)
+            _make_peaked(call, o, seed=seed)
+            return o
         q = draw(call.requests * call.beams * call.heads, 0).view(call.requests, call.beams, call.heads, call.d)
         context = (call.requests, call.length, call.groups, call.d)
         rows = call.requests * call.length * call.groups
@@ -172,6 +177,21 @@ class BeamAttention(Op[Call]):
         if isinstance(call, AncestorAttentionCall):
             return 0
         return 4 * call.requests * call.beams * call.heads * call.length * call.d
+
+
+def _make_peaked(call: RaggedCall, o: BeamOperands, *, seed: int) -> None:
+    """Make drawn operands peaked: at the first key, or at a later one that every request has, by turns."""
+    options: Any = {"device": o.q.device, "dtype": call.dtype}
+    rows = call.requests * call.beams * call.heads
+    o.q.copy_(peaked.draw_queries(rows, call.d, seed=3 * seed, **options).view(o.q.shape))
+    o.k.mul_(peaked.REST)
+    key = peaked.make_key(call.d, peaked.ABOVE, scale=call.d**-0.5, **options)
+    for r in range(call.requests):
+        for g in range(call.groups):
+            at = (r + g) % 2 * (call.length // 4)
+            o.k[r, at, g] = key
+            if not call.shared:
+                o.v[r, at, g] = 0
 
 
 def _allowed(call: Call) -> float:

@@ -13,8 +13,8 @@ If the backend supports prepared weights, every other call of rounds 2 and 3 use
 comes from another thread and, on a GPU, another stream, as those of a backward pass or a captured step do. A quantizer,
 which has fewer sets, runs rounds 2 and 3 twice.
 
-Every other op runs on five distributions of `inputs` through its benchmark adapter, six times on each, every second time
-in the buffers of the others, and at last on operands with a NaN, where the exact result says where it must be seen. Its
+Every other op runs on five distributions of `inputs` through its benchmark adapter (softmax attention on a sixth, `peaked`), six
+times on each, every second time in the buffers of the others, and at last on operands with a NaN, where the exact result says where it must be seen. Its
 operands must not change.
 
 The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
@@ -523,7 +523,8 @@ def _judge_other(op: str, backend: Any, call: Any, device: torch.device, *, move
     Their operands are always where an allocator puts them, so `moved` changes nothing.
     """
     adapter, worst, held = adapter_for(op), Conformance(True, 0.0, 0.0), None
-    for seed, (name, rounds) in enumerate([*((name, OTHER_ROUNDS) for name in OTHER_SETS), ("nan_row", 1)]):
+    sets = (*OTHER_SETS, *adapter.OWN_SETS)
+    for seed, (name, rounds) in enumerate([*((name, OTHER_ROUNDS) for name in sets), ("nan_row", 1)]):
         if name == "nan_row" and not adapter.shows_nan(call):
             continue
         operands = adapter.operands(call, seed=seed, distribution=name, device=device)

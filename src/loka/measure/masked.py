@@ -23,7 +23,7 @@ from torch import Tensor
 
 from loka.kernels.masked_attention import reference
 from loka.kernels.masked_attention.call import MaskedAttentionCall
-from loka.measure import inputs
+from loka.measure import inputs, peaked
 from loka.measure.conformance import Conformance, worst_of
 from loka.measure.fused import compiled, judge_twice
 from loka.measure.inputs import Shape
@@ -64,6 +64,7 @@ class MaskedAttention(Op[PaddedAttention]):
 
     op = "masked_attention"
     OWN = PaddedAttention
+    OWN_SETS = (peaked.NAME,)
     DIMENSIONS = ("rows", "heads", "length=keys")
     VARIANTS = ("32", "64|gradient", "128")
 
@@ -79,6 +80,10 @@ class MaskedAttention(Op[PaddedAttention]):
 
     def operands(self, call: PaddedAttention, *, seed: int, distribution: str, device: torch.device) -> MaskedOperands:
         """Draw keys from the distribution, the rest normal, in a projection's layout: heads of a position adjacent."""
+        if distribution == peaked.NAME:
+            o = self.operands(call, seed=seed, distribution="normal", device=device)
+            _make_peaked(call, o, seed=seed)
+            return o
 
         def draw(part: int, length: int, heads: int, kind: str = "normal") -> Tensor:
             rows, seed_ = call.rows * length * heads, 8 * seed + part
@@ -155,6 +160,16 @@ class MaskedAttention(Op[PaddedAttention]):
 
 def _lengths(call: PaddedAttention) -> list[int]:
     return [call.keys if call.even else call.keys - index * call.keys // call.rows for index in range(call.rows)]
+
+
+def _make_peaked(call: PaddedAttention, o: MaskedOperands, *, seed: int) -> None:
+    """Make drawn operands peaked at the first key, which every history has but an empty one."""
+    options: Any = {"device": o.q.device, "dtype": call.dtype}
+    drawn = peaked.draw_queries(call.rows * call.queries * call.heads, call.d, seed=8 * seed, **options)
+    o.q.copy_(drawn.view(call.rows, call.queries, call.heads, call.d).transpose(1, 2))
+    o.k.mul_(peaked.REST)
+    o.k[:, :, :1] = peaked.make_key(call.d, peaked.ABOVE, scale=call.d**-0.5, **options)
+    o.v[:, :, :1] = 0
 
 
 def _law(call: PaddedAttention, o: MaskedOperands) -> list[tuple[Tensor, Tensor | None]]:

@@ -26,6 +26,7 @@ class Op(Generic[C]):
     op: ClassVar[str]
     VARIANTS: ClassVar[tuple[str, ...]]  # the default variants
     OWN: ClassVar[type | None] = None  # its own class of calls, if it adds options of variants to the kernel's class
+    OWN_SETS: ClassVar[tuple[str, ...]] = ()  # distributions that the gate draws for this op besides those of every op
     DIMENSIONS: ClassVar[tuple[str, ...]]  # dimensions of a shape, in order: fields of the call, or `name=field`
 
     def parse(self, shape: Shape, variant: str) -> C:

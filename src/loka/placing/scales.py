@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
-from loka.lowp.chain import chains_of
+from loka.lowp.chain import Chain, chains_of
 from loka.lowp.linear import linears_of
 from loka.lowp.scaling import AmaxState
 from loka.nn.wrapping import unwrap
@@ -28,6 +28,13 @@ def _amax_states(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
                     yield f"{link.linear}/{role}", state
 
 
+def _chains(model: nn.Module) -> Iterator[tuple[str, Chain]]:
+    """Yield the chains with remembered scales, and the names of what they remember of their steps."""
+    for _, chain in chains_of(unwrap(model)):
+        if chain.remembered:
+            yield f"{chain.links[0].linear}/chain/steps", chain
+
+
 def scale_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of remembered scales, to be saved along with a checkpoint. Empty if all scales are dynamic.
 
@@ -41,7 +48,8 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
         >>> from safetensors.torch import save_file
         >>> save_file(loka.scale_state(model), "scales.safetensors")
     """
-    return {f"{name}/{part}": tensor for name, amax in _amax_states(model) for part, tensor in amax.state().items()}
+    states = {f"{name}/{part}": tensor for name, amax in _amax_states(model) for part, tensor in amax.state().items()}
+    return states | {name: chain.steps() for name, chain in _chains(model)}
 
 
 def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -64,7 +72,8 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
     for name, amax in _amax_states(model):
         amax.load({part: state[f"{name}/{part}"] for part in amax.state()})
-    for _, chain in chains_of(unwrap(model)):
+    for name, chain in _chains(model):
+        chain.load_steps(state[name])
         chain.find_primed()
 
 

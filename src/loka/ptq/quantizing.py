@@ -47,7 +47,7 @@ from loka.ptq.deciding import Decided, Progress, Score, Trial, decide, measure
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site
 from loka.ptq.packing import Parts, find_packed, pack
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
-from loka.records.prose import name_some
+from loka.records.prose import fold, name_some
 from loka.units import Unknown
 from loka.units import record as record_flow
 
@@ -84,8 +84,8 @@ class Summary:
         if r.change is not None:
             bound = "" if r.bound is None else f", bound {100 * r.bound:+.3g}%"
             lines.append(f"{r.metric}: {r.change:+.3%}{bound}")
-        lines += [f"  kept {name}: {why}" for name, why in self.kept.items()]
-        return "\n".join([*lines, *(f"  note: {note}" for note in r.notes)])
+        more = [f"kept {name}: {why}" for name, why in self.kept.items()] + [f"note: {note}" for note in r.notes]
+        return "\n".join([*lines, *(line for text in more for line in fold(text, "  "))])
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def quantize(
         metric=None if score is None else metric,
         bound=bound,
         change=decided.together,
-        notes=[*judge.notes, *decided.notes, *([] if done is None else done.notes)],
+        notes=list(dict.fromkeys([*judge.notes, *decided.notes, *([] if done is None else done.notes)])),
         plan=done.plan if isinstance(recipe, Plan) and done is not None else None,
         mods=list(mods.applied_to(inner)),
         units=describe_chains(inner),

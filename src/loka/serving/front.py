@@ -102,6 +102,8 @@ class Front:
         try:
             if given and not usable:
                 raise Refused(400, "header", "1 to 128 letters, digits and ._:-", path="x-request-id")
+            if b"transfer-encoding" in headers:
+                wire.check_transfer(scope["headers"])
             await self._route(call)
         except Refused as refused:
             await self._refuse(call, refused)
@@ -250,7 +252,10 @@ class Front:
         infer, request = v2.read(body, call.header(b"inference-header-content-length"), runner.model)
         if self.service.split is not None and request.user is not None:
             runner = self.service.choose(request)
-        ticket, answer = await self._run(call, request, runner)
+        try:
+            ticket, answer = await self._run(call, request, runner)
+        except Refused as refused:
+            raise v2.locate(refused, infer) from refused
         assert ticket.model is not None  # set when it was submitted
         data, head = v2.write(infer, answer, ticket.model, call.request_id)
         extra = [] if head is None else [(b"inference-header-content-length", str(head).encode())]

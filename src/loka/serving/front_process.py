@@ -37,12 +37,11 @@ from loka.serving.service import Arms
 from loka.serving.telemetry import Telemetry
 from loka.serving.times import Bucket
 from loka.serving.tokens import Tokens
-from loka.serving.wire import Codec
+from loka.serving.wire import TOO_LARGE, Codec
 
 log = logging.getLogger("loka.serving")
 TICK = 0.05  # seconds between reports to the engine's process
 ORPHANED = 1.0  # seconds to tell the clients, once that process is gone
-TOO_LARGE = "an integer of more than 64 bits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,7 @@ class RemoteService(Arms):
         arrays = [] if packed is None else packed.arrays
         try:
             tail, size = self._encode(request), sum(array.nbytes for array in arrays)
-        except OverflowError as error:  # JSON has such integers, MessagePack has not
+        except OverflowError as error:  # within a field; those that are one were refused before
             raise FieldError("$", TOO_LARGE) from error
         at = self._blocks.take(size + len(tail))
         if at is None and size + len(tail) > len(self._memory):
@@ -257,10 +256,7 @@ class RemoteService(Arms):
         """Have the outcome of an answer written; return False if it was written before."""
         number = next(self._numbers)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        try:
-            self._link.send(link.Outcome(number, request_id, fields))
-        except OverflowError as error:
-            raise Refused(400, "field", TOO_LARGE, path="$.user") from error
+        self._link.send(link.Outcome(number, request_id, fields))
         self._outcomes[number] = future
         return await future
 

@@ -11,6 +11,7 @@ user, ...).
 """
 
 import math
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -19,7 +20,7 @@ from msgspec import Meta
 
 from loka.serving.runner import Refused
 from loka.serving.servable import FieldError, Servable
-from loka.serving.wire import blame
+from loka.serving.wire import blame, check_integers
 
 DTYPES = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
@@ -27,6 +28,8 @@ DTYPES = {
 }  # fmt: skip
 FITTING = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of NumPy's types that JSON may have for another
 WORDS = {np.dtype(code): word for word, code in DTYPES.items()}
+FIELD = re.compile(r"\$\.([^.\[]+)(.*)", re.DOTALL)  # a field of the model's request, and what is in it
+UNKNOWN = re.compile(r"unknown field `([^`.\[]+)`")
 MOST = 4_000_000  # values of one tensor
 # Parameters of the protocol or of its clients that are not fields of a request
 CLIENTS_OWN = ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
@@ -78,12 +81,40 @@ def read(body: bytes, header_length: str | None, model: Servable) -> tuple[Infer
     try:
         infer = _decoder.decode(body[:size])
         tensors = _tensors(infer, memoryview(body)[size:])
-        parameters = {name: value for name, value in infer.parameters.items() if name not in CLIENTS_OWN}
-        return infer, model.from_tensors(tensors, parameters)
+        try:
+            return infer, _make_request(infer, tensors, model)
+        except (msgspec.ValidationError, FieldError) as error:
+            raise locate(blame(error), infer) from error
     except (msgspec.ValidationError, FieldError) as error:
         raise blame(error) from error
     except (ValueError, RecursionError) as error:
         raise Refused(400, "malformed", f"the header is not valid JSON: {error}", path="$") from error
+
+
+def _make_request(infer: Infer, tensors: dict[str, Any], model: Servable) -> Any:
+    """Return the model's request: tensors, and parameters as its other fields."""
+    parameters = {name: value for name, value in infer.parameters.items() if name not in CLIENTS_OWN}
+    request = model.from_tensors(tensors, parameters)
+    check_integers(request)
+    return request
+
+
+def locate(refused: Refused, infer: Infer) -> Refused:
+    """Return a refusal of the model's request with the path in the client's own body: of a parameter or an input."""
+    unknown = UNKNOWN.search(refused.message) if refused.path == "$" else None  # msgspec names it in words only
+    found = FIELD.match(f"$.{unknown[1]}" if unknown else refused.path or "")
+    name, rest = found.groups() if found else ("", "")
+    if name in ("", "inputs", "parameters"):  # these say it already
+        return refused
+    if name in infer.parameters:
+        path = f"$.parameters.{name}{rest}"
+    elif any(one.name == name for one in infer.inputs):
+        path = f"$.inputs.{name}{rest}"
+    elif name == "features":
+        path = f"$.inputs{rest}"
+    else:
+        return refused
+    return Refused(refused.status, refused.reason, refused.message, path=path, retry_after=refused.retry_after)
 
 
 def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:

@@ -5,6 +5,7 @@ checks types, bounds and unknown fields while it parses. The Open Inference Prot
 """
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -16,6 +17,8 @@ JSON = "application/json"
 MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 UNNAMED = re.compile(r"\$\.(\w+)\[\.\.\.\]")  # how msgspec calls an entry of a mapping
 NAMED = 256 * 1024  # bytes of a body that is parsed once more to name the entry
+SMALLEST, LARGEST = -(2**63), 2**64 - 1  # of 64 bits, with a sign and without
+TOO_LARGE = "an integer of more than 64 bits"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -36,11 +39,16 @@ class Codec:
         """Decode a request; raises Refused."""
         decoder = self._json if content_type == JSON else self._msgpack
         try:
-            return decoder.decode(body)
+            made = decoder.decode(body)
         except msgspec.ValidationError as error:
             raise self._name_entry(blame(error), body, content_type) from error
         except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
             raise Refused(400, "malformed", f"the body is not valid {content_type}: {error}", path="$") from error
+        try:
+            check_integers(made)
+        except FieldError as error:
+            raise blame(error) from error
+        return made
 
     def _name_entry(self, refused: Refused, body: bytes, content_type: str) -> Refused:
         """Replace `[...]`, which stands for some entry of a mapping, by the name of the first invalid one."""
@@ -68,6 +76,17 @@ class Codec:
         return refused
 
 
+def check_integers(request: Any) -> None:
+    """Refuse integers of more than 64 bits, by a FieldError: JSON has them, MessagePack and the models have not."""
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or type(numbers[0]) is not int or (min(numbers) >= SMALLEST and max(numbers) <= LARGEST):
+            continue
+        place = next(i for i, one in enumerate(numbers) if not SMALLEST <= one <= LARGEST)
+        raise FieldError(f"$.{name}[{place}]" if numbers is value else f"$.{name}", TOO_LARGE)
+
+
 def blame(error: Exception) -> Refused:
     """Turn the error of an invalid field into the response to the client."""
     if isinstance(error, FieldError):
@@ -90,6 +109,14 @@ def check_encoding(encoding: str | None) -> None:
     """Refuse a compressed body, with 415."""
     if encoding and encoding.strip().lower() != "identity":
         raise Refused(415, "content-encoding", "compressed bodies are not supported")
+
+
+def check_transfer(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse a body in a transfer coding other than `chunked`, with 501: servers decode no other."""
+    given = b",".join(value for name, value in headers if name == b"transfer-encoding").decode("latin-1")
+    codings = [coding.strip().lower() for coding in given.split(",") if coding.strip()]
+    if codings not in ([], ["chunked"]):
+        raise Refused(501, "transfer-encoding", f"{given!r} is not supported; expected chunked, or a content-length")
 
 
 def encode(value: Any, kind: str) -> bytes:
