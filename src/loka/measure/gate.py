@@ -66,6 +66,7 @@ from loka.measure.conformance import (
     check_quantized,
     poisoned_allocations,
 )
+from loka.measure.rounding import remembering
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
 from loka.records.prose import spell_error
 
@@ -531,13 +532,14 @@ def _judge_other(op: str, backend: Any, call: Any, device: torch.device, *, move
         # the memory of all sets, which exposes what is cached by address; whichever is not used is as it was
         held = copy.deepcopy(operands) if held is None else refill(held, operands)
         exact = cache(partial(adapter.exact, call, operands))  # the most expensive part, so once for all rounds
-        for turn in range(rounds):
-            used, kept = (held, operands) if turn % 2 else (operands, held)
-            verdict = adapter.compare(backend, call, used, exact)
-            if not same_values(used, kept):
-                return Conformance.failed(f"on {name} operands: it writes into its operands", verdict.tolerance)
-            if not verdict and not verdict.error <= OTHER_HEADROOM * verdict.tolerance:
-                return Conformance(False, verdict.error, verdict.tolerance, f"on {name} operands: {verdict.reason}")
-            verdict = replace(verdict, ok=True, reason="")
-            worst = max(worst, verdict, key=lambda v: v.error)
+        with remembering():
+            for turn in range(rounds):
+                used, kept = (held, operands) if turn % 2 else (operands, held)
+                verdict = adapter.compare(backend, call, used, exact)
+                if not same_values(used, kept):
+                    return Conformance.failed(f"on {name} operands: it writes into its operands", verdict.tolerance)
+                if not verdict and not verdict.error <= OTHER_HEADROOM * verdict.tolerance:
+                    return Conformance(False, verdict.error, verdict.tolerance, f"on {name} operands: {verdict.reason}")
+                verdict = replace(verdict, ok=True, reason="")
+                worst = max(worst, verdict, key=lambda v: v.error)
     return worst
