@@ -179,6 +179,22 @@ def test_a_failing_kernel_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer["refusal"] == "RuntimeError: no kernel image"
 
 
+@pytest.mark.parametrize("weights", ["dynamic", "cached"])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_a_rehearsal_runs_what_is_timed_on_zeros(gemm: Any, weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[tuple[int, ...], tuple[int, ...], float]] = []
+
+    def run(a: Any, b: Any, **_: Any) -> Any:
+        seen.append((a.shape, b.shape, float(a.dequantize().abs().max())))
+        raise RuntimeError("broken")  # as it would be again when it is timed, where it becomes an answer
+
+    monkeypatch.setattr(registry.backend("scaled_mm", "reference"), "run", run)
+    way = GemmWay.parse("e4m3:row@e4m3:row/reference")
+    site.rehearse(SiteJob(gemm, 64, 32, 48, (way,), weights), torch.device("cpu"))
+    m, k, n = gemm_shape(gemm, 64, 32, 48)
+    assert seen == [((m, k), (n, k), 0.0)]
+
+
 def test_a_used_up_time_box_is_an_answer() -> None:
     (answer,) = case(seconds=-1.0)
     assert answer["refusal"] == "not timed: the time box was used up"

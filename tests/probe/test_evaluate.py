@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from loka.dispatch import recipe_named
-from loka.formats import Spec, mere, relative_l2, saturated_fraction, underflowed_fraction
+from loka.formats import QTensor, Spec, mere, relative_l2, saturated_fraction, underflowed_fraction
 from loka.formats import quantize as quantize_by_law
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.scaled_mm import GemmWay, reference
+from loka.probe import Probe
 from loka.probe import problem as problems
 from loka.probe.engine import Engine
 from loka.probe.evaluate import (
@@ -35,7 +36,7 @@ from loka.probe.problem import (
     split_samples,
 )
 from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
-from loka.records import DistributionError, Interval
+from loka.records import GEMMS, SOURCES, DistributionError, Gemm, Interval
 
 REFERENCE = Engine.named("reference")
 ROWWISE = Trial("rowwise", GemmWay.parse("e4m3:row@e4m3:row"), REFERENCE)
@@ -302,6 +303,27 @@ def test_a_recipe_that_keeps_a_gemm_has_no_candidate_for_it() -> None:
     evaluator = Evaluator(["rowwise_with_gw_hp"], [REFERENCE], samples=2, sources=["rows"], judged_on=["rows"], seed=0)
     assert evaluator.evaluate(watch, "wgrad") == []
     assert len(evaluator.evaluate(watch, "dgrad")) == 1
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_what_is_rehearsed_is_what_is_measured(gemm: Gemm) -> None:
+    """Kernels are compiled for the sizes that `sizes` names, before anything is measured."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 384)
+    probe = Probe(linear, every=1, rows=40)
+    for _ in range(2):
+        linear(torch.randn(40, 512)).square().mean().backward()
+        probe.step()
+    seen = set()
+
+    def run(a: QTensor, b: QTensor, **options: Any) -> Any:
+        seen.add((*a.shape, b.shape[0]))
+        return reference.run(a, b, **options)
+
+    evaluator = Evaluator(["rowwise"], [planted(run)], samples=20, sources=SOURCES, judged_on=["rows"], seed=0, gate=False)  # fmt: skip
+    (watch,) = probe._watches.values()
+    assert not [c.refusal for c in evaluator.evaluate(watch, gemm) if c.refusal]
+    assert seen == set(evaluator.sizes(watch, gemm))
 
 
 def planted(run: Any = None, supports: Any = None) -> Engine:

@@ -27,7 +27,8 @@ time left becomes a SiteTiming with the reason. Without a GPU nothing is timed, 
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
@@ -183,19 +184,38 @@ def time_case(
     return answers
 
 
-def _draw(job: SiteJob, seed: int, distribution: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Draw a and b as a linear has them: bf16, with transposed views where the GEMM reads a transpose."""
+@torch.no_grad()
+def rehearse(job: SiteJob, device: torch.device) -> None:
+    """Run the timed code of every candidate once, on zeros, so that its kernels are compiled. Errors come up later."""
 
-    def matrix(rows: int, cols: int, part: int, name: str) -> Tensor:
+    def matrix(rows: int, cols: int, _: int) -> Tensor:
+        return torch.zeros(rows, cols, dtype=torch.bfloat16, device=device)
+
+    pair = _lay_out(job, matrix)
+    for candidate in job.candidates:
+        with suppress(Exception):
+            _thunk(job, candidate, pair)()
+
+
+def _draw(job: SiteJob, seed: int, distribution: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Draw a and b as a linear has them."""
+    weight = "normal" if distribution in ("zero_rows", "nan_row") else distribution
+
+    def matrix(rows: int, cols: int, part: int) -> Tensor:
+        name = weight if part == 1 and job.gemm != "wgrad" else distribution
         return inputs.draw(rows, cols, distribution=name, seed=2 * seed + part, device=device, dtype=torch.bfloat16)
 
-    weight = "normal" if distribution in ("zero_rows", "nan_row") else distribution
+    return _lay_out(job, matrix)
+
+
+def _lay_out(job: SiteJob, matrix: Callable[[int, int, int], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a and b: bf16, with transposed views where the GEMM reads a transpose. `matrix` makes part 0 or 1."""
     if job.gemm == "fprop":
-        return matrix(job.m, job.k, 0, distribution), matrix(job.n, job.k, 1, weight)
-    dy = matrix(job.m, job.n, 0, distribution)
+        return matrix(job.m, job.k, 0), matrix(job.n, job.k, 1)
+    dy = matrix(job.m, job.n, 0)
     if job.gemm == "dgrad":
-        return dy, matrix(job.n, job.k, 1, weight).T
-    return dy.T, matrix(job.m, job.k, 1, distribution).T
+        return dy, matrix(job.n, job.k, 1).T
+    return dy.T, matrix(job.m, job.k, 1).T
 
 
 def _quantize(x: Tensor, spec: Spec) -> QTensor:

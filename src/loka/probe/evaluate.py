@@ -33,6 +33,7 @@ The conformance gate runs first (`loka.probe.engine`); a candidate that fails ha
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -49,7 +50,19 @@ from loka.measure.gate import identify, judge_products, judge_quantizer
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, out_dtype, quantizer_calls
 from loka.probe.interval import Values, intervals_of, make_entry, not_finite, summarise_draws
-from loka.probe.problem import MAX_WGRAD_ROWS, ROWS_PER_SAMPLE, Chunk, Outputs, Problem, draw_chunks, rows_of
+from loka.probe.problem import (
+    MAX_OUTPUTS,
+    MAX_WGRAD_ROWS,
+    ROWS_PER_SAMPLE,
+    WGRAD_ROWS,
+    Chunk,
+    Outputs,
+    Problem,
+    count_weights,
+    draw_chunks,
+    rows_of,
+    split_samples,
+)
 from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
 from loka.probe.watch import Watch
 from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
@@ -127,32 +140,41 @@ class Evaluator:
             self._measure(watch, rows.keep(outputs), outputs, source, able)
         return [judge_errors(o, gemm, self.judged_on) for o in outcomes]
 
-    def judge_kernels(self, watches: Iterable[Watch], tell: Callable[[int, int], None]) -> None:
+    def judge_kernels(
+        self, watches: Iterable[Watch], tell: Callable[[int, int], None], more: Iterable[Callable[[], object]] = ()
+    ) -> None:
         """Judge the kernels of every candidate of some sites by the conformance gate, which caches its verdicts.
 
         `evaluate` does the same one by one. Here the kernels of all of them are compiled side by side, and engines that
-        multiply the same operands share these and their exact product.
+        multiply the same operands share these and their exact product. On a GPU, what measuring errors launches is
+        compiled with them.
 
         Args:
             watches: the sites.
             tell: called with (done, total).
+            more: other tasks, which launch kernels that are compiled with these.
         """
         tasks: dict[object, Callable[[], object]] = {}
         for watch in watches if self._gate else ():
             for gemm in watch.gemms:
-                for operands, engines in self._engines_by_operands(gemm, watch).items():
+                for operands, engines in self.engines_by_operands(watch, gemm).items():
                     shape = self._shape(watch, gemm)
                     for engine, one in itertools.product(engines, quantizer_calls(operands, shape)):
                         key = (identify(engine.quantize), one, watch.device)
                         tasks.setdefault(key, partial(judge_quantizer, engine.quantize, one, watch.device))
                     product, backends = operands.call(*shape, out_dtype(watch.device)), [e.matmul for e in engines]
                     tasks.setdefault((product, watch.device), partial(judge_products, backends, product, watch.device))
+                    sizes = self.sizes(watch, gemm) if watch.device.type == "cuda" else []
+                    for engine, size in itertools.product(engines, sizes):
+                        task = partial(_rehearse, engine, operands, size, watch.device)
+                        tasks.setdefault((id(engine), operands, size, watch.device), task)
+        tasks |= dict(enumerate(more))
         if tasks:
             tell(0, len(tasks))
         for done, _ in enumerate(run_overlapping(list(tasks.values())), 1):
             tell(done, len(tasks))
 
-    def _engines_by_operands(self, gemm: Gemm, watch: Watch) -> dict[GemmWay, list[Engine]]:
+    def engines_by_operands(self, watch: Watch, gemm: Gemm) -> dict[GemmWay, list[Engine]]:
         """Return the engines that support a GEMM of a site, for each way to quantize its operands."""
         found: dict[GemmWay, list[Engine]] = {}
         for trial in self._trials(gemm):
@@ -160,6 +182,15 @@ class Evaluator:
             if trial.engine.matmul.supports(call, watch.device):
                 found.setdefault(trial.operands, []).append(trial.engine)
         return found
+
+    def sizes(self, watch: Watch, gemm: Gemm) -> list[tuple[int, int, int]]:
+        """Return M, K and N of the products whose errors are measured."""
+        m, k, n = gemm_shape(gemm, watch.reservoir.kept, watch.k, watch.n)
+        limit, drawn = MAX_OUTPUTS[gemm], self.samples * (WGRAD_ROWS if gemm == "wgrad" else ROWS_PER_SAMPLE)
+        if gemm == "wgrad":
+            return [(min(m, limit), min(rows, MAX_WGRAD_ROWS), min(n, limit)) for rows in dict.fromkeys((k, drawn))]
+        counts = split_samples(self.samples, count_weights(watch.n, watch.k, self.samples))
+        return [(rows, k, min(n, limit)) for rows in dict.fromkeys((m, drawn, *(c * ROWS_PER_SAMPLE for c in counts)))]
 
     def _trials(self, gemm: Gemm) -> list[Trial]:
         return [
@@ -205,6 +236,14 @@ class Evaluator:
                 outcome.errors.append(result)
             elif source in self.judged_on:
                 outcome.refusal = result
+
+
+def _rehearse(engine: Engine, operands: GemmWay, size: tuple[int, int, int], device: torch.device) -> None:
+    """Run a product once, on zeros, so that its kernels are compiled. Errors come up when it is measured."""
+    m, k, n = size
+    with suppress(Exception), torch.no_grad():
+        a, b = (torch.zeros(rows, k, device=device) for rows in (m, n))
+        engine.multiply(engine.quantize(a, operands.a), engine.quantize(b, operands.b), operands)
 
 
 class _NothingLearnedError(ValueError):

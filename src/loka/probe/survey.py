@@ -6,6 +6,7 @@ Survey      evaluates site by site; gate results, N(0, 1) results and times are 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from loka.dispatch.choosing import CHAIN
 from loka.dispatch.margin import MARGIN
 from loka.lowp.chain import chain_of
 from loka.lowp.chain_trace import operand_specs
-from loka.measure.site import SiteTiming, Weights
+from loka.measure.site import OURS, SiteJob, SiteTiming, Weights, rehearse
 from loka.probe.cause import MODS, find_causes, operands_from
 from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources, copy_errors
@@ -94,7 +95,19 @@ class Survey:
             watches: the sites that are visited next.
             tell: called with (done, total).
         """
-        self._evaluator.judge_kernels((watch for watch in watches if watch.reservoir.kept), tell)
+        able = [watch for watch in watches if watch.reservoir.kept]
+        jobs = dict.fromkeys((job, watch.device) for watch in able for job in self._timing_jobs(watch))
+        self._evaluator.judge_kernels(able, tell, [partial(rehearse, *job) for job in jobs])
+
+    def _timing_jobs(self, watch: Watch) -> list[SiteJob]:
+        """Return what is timed at a site on a GPU, in this process."""
+        found = []
+        for gemm in watch.gemms if watch.device.type == "cuda" else ():
+            able = self._evaluator.engines_by_operands(watch, gemm)
+            ways = [way.on(engine.name) for way, some in able.items() for engine in some if engine.name in OURS]
+            timed = tuple(way for way in ways if way.a.mode == way.b.mode == "dynamic")
+            found.append(SiteJob(gemm, watch.largest, watch.k, watch.n, timed, self.settings.weights))
+        return found
 
     def visit(self, watch: Watch, flops_share: float, *, units: int = 1) -> Site:
         """Evaluate one site and return its record. `units` is the number of units that share the margin."""
