@@ -78,3 +78,45 @@ def test_another_path_in_one_thread_leaves_the_others_alone() -> None:
         pool.submit(model, x).result()
     model.asked = False
     assert not differ(model(x), expected)
+
+
+class Broken(nn.Module):
+    """Its graph breaks inside of the chain, and eager code runs between the two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        torch._dynamo.graph_break()
+        h = self.b(h)
+        torch._dynamo.graph_break()
+        return self.last(torch.relu(h))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_threads_share_a_compiled_model_whose_graph_breaks_inside_a_chain(trained: bool) -> None:
+    torch._dynamo.reset()
+    model, batches = Broken().train(trained), [torch.randn(16, 64) for _ in range(THREADS)]
+    loka.convert(model, plan_everything(model, batches[0], serving=not trained), freeze=not trained, example=batches[0])
+    with torch.set_grad_enabled(trained):
+        model(batches[0])
+        loka.placing.refresh(model)  # the scales of the first batch
+        model.eval()  # which keep their scales from here on
+        expected = [model(x).detach() for x in batches]
+    compiled, together = torch.compile(model, backend="eager"), Barrier(THREADS)
+    with torch.set_grad_enabled(trained):
+        compiled(batches[0])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def serve(at: int) -> list[Tensor]:
+        together.wait()
+        with torch.set_grad_enabled(trained):
+            return [compiled(batches[at]).detach() for _ in range(100)]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for found, wanted in zip(pool.map(serve, range(THREADS)), expected, strict=True):
+            assert not any(differ(y, wanted) for y in found)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs  # nothing is compiled per thread
