@@ -257,13 +257,13 @@ def test_what_a_unit_hands_back_is_compared(defect: Callable[[Tensor], Tensor], 
 
 def test_of_an_input_whole_examples_are_compared() -> None:
     """32 vectors of 1,024 examples: every 32nd row would be the first vector of each."""
-    module, kept = nn.Linear(4, 4), dict[int, Tensor]()
-    handle = module.register_forward_pre_hook(partial(gradients._watch_input, kept, []), with_kwargs=True)
+    module, kept, rows = nn.Linear(4, 4), dict[int, Tensor](), dict[int, Tensor]()
+    handle = module.register_forward_pre_hook(partial(gradients._watch_input, kept, rows, []), with_kwargs=True)
     x = torch.zeros(1024, 32, 4, requires_grad=True) + 0.0
     module(x)
     x.backward(torch.arange(32.0)[:, None].expand(1024, 32, 4))
     handle.remove()
-    assert kept[0].shape == (1024, 4)
+    assert kept[0].shape == rows[0].shape == (1024, 4)
     assert set(kept[0][:, 0].tolist()) == set(range(32))
 
 
