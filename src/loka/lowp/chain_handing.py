@@ -193,6 +193,7 @@ class HandsOn:
         if here.pending is not None and not here.recomputing:
             self._refuse_rest(here, "in the call before this one")
         here.recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        here.pending = None  # of a backward that stopped inside of the chain
         here.at = here.met = 0
         here.grad = torch.is_grad_enabled()
         here.dropping = tuple(part.find_p() for part in self.parts)
@@ -245,7 +246,8 @@ class HandsOn:
             _forget(here)
             return result
         width = self.parts[here.at].linear.out_features
-        if torch.compiler.is_compiling():
+        # torch's compiler leaves a frame without operations to eager code, which goes on with what its graphs can take
+        if torch.compiler.is_compiling() or type(here.pending) is Tensor:
             here.pending = result.new_full((*result.shape[:-1], width), math.nan)
         else:
             here.pending = StandIn.before(result, self) if last else StandIn.of(result, width, self)
