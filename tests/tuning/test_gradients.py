@@ -257,13 +257,13 @@ def test_what_a_unit_hands_back_is_compared(defect: Callable[[Tensor], Tensor], 
 
 def test_of_an_input_whole_examples_are_compared() -> None:
     """32 vectors of 1,024 examples: every 32nd row would be the first vector of each."""
-    module, kept = nn.Linear(4, 4), dict[int, Tensor]()
-    handle = module.register_forward_pre_hook(partial(gradients._watch_input, kept, []), with_kwargs=True)
+    module, kept, rows = nn.Linear(4, 4), dict[int, Tensor](), dict[int, Tensor]()
+    handle = module.register_forward_pre_hook(partial(gradients._watch_input, kept, rows, []), with_kwargs=True)
     x = torch.zeros(1024, 32, 4, requires_grad=True) + 0.0
     module(x)
     x.backward(torch.arange(32.0)[:, None].expand(1024, 32, 4))
     handle.remove()
-    assert kept[0].shape == (1024, 4)
+    assert kept[0].shape == rows[0].shape == (1024, 4)
     assert set(kept[0][:, 0].tolist()) == set(range(32))
 
 
@@ -409,6 +409,65 @@ def test_gradients_of_other_rows_are_not_compared() -> None:
     assert gradients._compare_with_exact("it", [torch.ones(6, 4), torch.ones(4, 4)], rows) is None
     assert gradients._compare_with_reference("it", [torch.ones(6, 4), torch.ones(4, 4)], rows, rows) is None
     assert gradients._compare_with_reference("it", rows, rows, [torch.ones(6, 4), torch.ones(4, 4)]) is None
+
+
+class Chosen(nn.Module):
+    """The tower gets the rows with the highest score, as an expert that chooses its tokens: always half, by their score.
+
+    What it returns is weighted by a feature of either sign, so the gradients of different rows point anywhere.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below, self.last = nn.Linear(64, 64), nn.Linear(64, 1)
+        self.tower = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.below(x))
+        rows = h[:, 0].topk(len(x) // 2).indices
+        return self.last(h.index_add(0, rows, self.tower(h[rows]) * x[rows, :1])).squeeze(-1)
+
+
+def test_gradients_of_equally_many_other_rows_are_not_compared() -> None:
+    model = Chosen()
+    train(model)
+    tuned = tune(model)
+    reasons = {unit.name: unit.reason for unit in tuned.record.units}
+    assert placed(model) == {"below", "tower.0", "tower.2"}, reasons
+    assert [note for note in tuned.record.notes if note.startswith("the gradient of the input of tower.0 was not compared with 16-bit")]  # fmt: skip
+
+
+def test_rows_are_told_apart_by_far_more_than_rounding() -> None:
+    """Noise of a tenth, as of several layers in FP8, leaves rows what they are; a row that is exchanged is another one."""
+    generator = torch.Generator().manual_seed(0)
+    law = torch.randn(2, 32, 16, generator=generator) + 1.0
+    rough = law * (1 + 0.1 * torch.randn(law.shape, generator=generator))
+    ones = [torch.ones(32, 16), torch.ones(32, 16)]
+
+    def find(rows: Tensor, gradients_: list[Tensor] = ones) -> dict[str, list[Tensor]]:
+        exact = {"it": ones, "the rows of it": list(law)}
+        return gradients._find_same_rows(["it", "other"], {"it": gradients_, "the rows of it": list(rows)}, exact)
+
+    assert find(rough) == {}
+    some, most = rough.clone(), rough.flip(1)
+    some[0, :4] = rough[1, :4]
+    kept = find(some)["it"]
+    assert [int(keep.sum()) for keep in kept] == [28, 32]
+    assert [int(keep.sum()) for keep in find(most)["it"]] == [0, 0]
+    assert find(most, [torch.full((32, 16), torch.nan), torch.ones(32, 16)]) == {}  # a fault, whatever the rows
+    assert find(law * torch.nan) == {}
+    one = {"it": [torch.ones(1, 16)], "the rows of it": [law[0, :1]]}
+    assert gradients._find_same_rows(["it"], one | {"the rows of it": [law[1, :1]]}, one) == {}  # nothing to tell from
+
+
+def test_a_wrong_gradient_of_the_same_rows_is_found_beside_others() -> None:
+    """The row that is another one says nothing; of the two others, one has the wrong sign."""
+    same = {"it": [torch.tensor([True, True, False])]}
+    law, found = torch.ones(3, 4), torch.tensor([[1.0], [-1.0], [9.0]]).expand(3, 4)
+    assert "and 5.26 of its size" in gradients._compare_with_exact("it", [found], [law]).text
+    picked = [gradients._pick({"it": [x]}, same)["it"] for x in (found, law)]
+    assert "a cosine of 0.00" in gradients._compare_with_exact("it", *picked).text
 
 
 def test_a_gradient_that_rounding_decides_accuses_no_kernel() -> None:

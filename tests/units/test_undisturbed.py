@@ -122,3 +122,45 @@ def test_weights_that_a_forward_writes_to_are_put_back(follow: Any, how: str) ->
     assert [p.data_ptr() for p in model.parameters()] == places
     model(x)  # not under `undisturbed`: it follows
     assert not torch.equal(model.target[0].weight, before["target.0.weight"])
+
+
+class HookedInForward(nn.Module):
+    """Registers a hook on a parameter in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.hooked, self.called = False, 0
+
+    def count(self, gradient: Tensor) -> None:
+        self.called += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.tower[0].weight.register_hook(self.count)
+            self.hooked = True
+        return self.tower(x).squeeze(-1)
+
+
+@pytest.mark.parametrize("how", ["plan", "rewritten plan", "convert", "mods", "tune"])
+def test_hooks_of_parameters_see_the_users_steps_alone(how: str) -> None:
+    torch.manual_seed(0)
+    seen: list[Tensor] = []
+    model, x = HookedInForward(), torch.randn(32, 64)
+    for p in model.parameters():
+        p.register_hook(seen.append)
+    model.tower[0].bias.register_post_accumulate_grad_hook(seen.append)
+    if how.endswith("plan"):
+        plan_everything(model, x, mods=["hard_swish"] if "rewritten" in how else [])
+    elif how == "convert":
+        loka.convert(model, plan_everything(model, x), example=x)
+    elif how == "mods":
+        loka.mods.apply(model, ["hard_swish"], example=x)
+    else:
+        batches = [(torch.randn(32, 64), torch.rand(32)) for _ in range(4)]
+        loka.tune(model, batches, lambda y, t: (y - t).square(), margin=0.5)
+    assert seen == []
+    assert (model.hooked, model.called) == (False, 0)
+    model(x).sum().backward()
+    assert len(seen) == len(list(model.parameters())) + 1
+    assert model.called == 1  # what an unseen forward registered is gone: not twice

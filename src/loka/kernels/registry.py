@@ -193,7 +193,16 @@ def avoid(op: str, name: str, call: Any, reason: str) -> None:
 
 
 def is_avoided(op: str, name: str, call: Any) -> str:
-    """Return why `auto` does not pick a backend for a call; empty if it may."""
+    """Return why `auto` does not pick a backend for a call.
+
+    Args:
+        op: a key of `BACKENDS`.
+        name: the name of a backend.
+        call: what the backend would run, as its `supports` gets it.
+
+    Returns:
+        The reason that was noted for calls of this kind; empty if `auto` may pick the backend.
+    """
     if not _AVOIDED:  # nearly always, and all that is traced then
         return ""
     try:

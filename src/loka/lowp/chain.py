@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.lowp.chain_function import ChainPrecision
-from loka.lowp.chain_handing import HandsOn, Positions
+from loka.lowp.chain_handing import HandsOn, Position
 from loka.lowp.chain_modules import (
     CHAIN,
     Head,
@@ -90,7 +90,7 @@ class Chain(RunningChain, HandsOn):
         self.callers = list({id(m): m for part in parts for m in part.callers}.values())
         inside = {id(m) for part in parts for m in (part.linear, *part.passed, *part.callers)}
         self.around_all = [m for m in self.callers if inside <= {id(inner) for inner in m.modules()}]
-        self.positions = Positions()
+        self.position = Position()
         self.around: nn.Module | None = None  # the layer whose interactions are fused around this chain
 
     @property

@@ -9,7 +9,7 @@ reads it and shows up in the output if something does.
 
 import math
 from collections.abc import Iterator
-from threading import get_ident, main_thread
+from threading import local
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class StandIn(Tensor):
         return made
 
     def _note(self, result: Tensor, chain: "HandsOn") -> None:
-        here = chain.positions.here()
+        here = chain.position
         place = {"loka_at": here.at, "loka_dropping": here.dropping}
         self.__dict__.update(loka_chain=chain, loka_device=result.device, loka_result=result, **place)
 
@@ -142,8 +142,15 @@ def _keeps(tensor: StandIn, name: str, args: tuple[Any, ...], given: dict[str, A
     )
 
 
-class Position:
-    """How far one call of a chain has come: what is passed on, and which modules have been called since the head ran."""
+class Position(local):
+    """How far the calling thread has come in a chain: what is passed on, and which modules were called since its head.
+
+    Every thread sees its own values, so several may call a model at the same time. That includes compiled code whose graph
+    ends inside a chain: torch's compiler follows a `threading.local`, and its code reads and writes that of the thread that
+    runs it. It can do so while the class has no __dict__ of its own, no defaults, and no methods that a forward calls.
+    """
+
+    __slots__ = ()
 
     def __init__(self) -> None:
         self.pending: Tensor | None = None  # what is passed on, from the head's call to the last one expected
@@ -154,40 +161,8 @@ class Position:
         self.recomputing = False  # whether the head was called by a checkpoint's backward, which stops where it likes
         self.dropping: tuple[float, ...] = ()  # p of each link's dropout in this call
 
-    def forget(self) -> None:
-        """Stop passing on the chain's result."""
-        self.pending = self.result = None
-
-
-class Positions:
-    """The position of every thread that calls a chain, so that several may call a model at the same time.
-
-    The main thread and compiled code share one: a forward may pass from one to the other where its graph breaks. torch's
-    compiler cannot follow what differs by thread; its graphs leave nothing behind unless they end inside a chain.
-    """
-
-    def __init__(self) -> None:
-        self.main = Position()
-        self.others: dict[int, Position] = {}
-
-    def here(self) -> Position:
-        """Return the position of the call that is running."""
-        if torch.compiler.is_compiling():
-            return self.main
-        thread = get_ident()
-        if thread == _MAIN:
-            return self.main
-        mine = self.others.get(thread)
-        if mine is None:
-            mine = self.others[thread] = Position()
-        # a graph that was run by this thread has ended inside the chain
-        return self.main if mine.pending is None and type(self.main.pending) is Tensor else mine
-
     def __reduce__(self) -> Any:
-        return Positions, ()  # a copy of a model is in no call
-
-
-_MAIN = main_thread().ident
+        return Position, ()  # a copy of a model is in no call
 
 
 class HandsOn:
@@ -197,13 +172,13 @@ class HandsOn:
     parts: tuple[Part, ...]
     links: tuple[Link, ...]
     frozen: list[QTensor] | None  # the quantized weights of a serving model, which have no gradients
-    positions: Positions
+    position: Position
     around_all: list[nn.Module]  # callers that contain the whole chain
 
     @property
     def pending(self) -> Tensor | None:
         """What the call that is running passes on; None before its head and after its last module."""
-        return self.positions.here().pending
+        return self.position.pending
 
     def begin(self, result: Tensor) -> Tensor:
         """Start to expect the later modules of the chain. Raise if the previous call left some of them out.
@@ -214,10 +189,11 @@ class HandsOn:
         Returns:
             What the head returns.
         """
-        here = self.positions.here()
+        here = self.position
         if here.pending is not None and not here.recomputing:
             self._refuse_rest(here, "in the call before this one")
         here.recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        here.pending = None  # of a backward that stopped inside of the chain
         here.at = here.met = 0
         here.grad = torch.is_grad_enabled()
         here.dropping = tuple(part.find_p() for part in self.parts)
@@ -228,7 +204,7 @@ class HandsOn:
 
     def forget(self) -> None:
         """Stop passing on the chain's result, in the call that is running."""
-        self.positions.here().forget()
+        _forget(self.position)
 
     def hint_reader(self) -> str:
         """Return what probably reads a value inside the chain, and what to do about it."""
@@ -248,7 +224,7 @@ class HandsOn:
         A checkpoint that begins inside the chain runs that part again in backward, with the stand-in of the forward
         before it. The chain is then taken up behind that stand-in, which holds the result. On a GPU another thread does this.
         """
-        here = self.positions.here()
+        here = self.position
         if given is here.pending:
             return True
         held = given.__dict__ if isinstance(given, StandIn) else {}
@@ -260,17 +236,18 @@ class HandsOn:
 
     def ends_with(self, stand_in: StandIn) -> bool:
         """Return True if the stand-in is the output of the last linear, which holds the result."""
-        here = self.positions.here()
+        here = self.position
         return stand_in is here.pending and here.at == len(self.parts) - 1
 
     def _pass_linear(self, here: Position) -> Tensor:
         """Return the output of the linear that was just called: the result if nothing follows, otherwise a stand-in."""
         result, last = _held(here.result), here.at == len(self.parts) - 1
         if last and not self._stops(here):
-            here.forget()
+            _forget(here)
             return result
         width = self.parts[here.at].linear.out_features
-        if torch.compiler.is_compiling():
+        # torch's compiler leaves a frame without operations to eager code, which goes on with what its graphs can take
+        if torch.compiler.is_compiling() or type(here.pending) is Tensor:
             here.pending = result.new_full((*result.shape[:-1], width), math.nan)
         else:
             here.pending = StandIn.before(result, self) if last else StandIn.of(result, width, self)
@@ -284,10 +261,10 @@ class HandsOn:
             linear: whether the module is one of the chain's linears.
             in_place: whether the module writes to its input.
         """
-        here = self.positions.here()
+        here = self.position
         followed = given is here.pending  # not so in a checkpoint, whose first run has checked what it calls
         if not self.goes_on_with(given) or (linear and followed and here.met != self._stops(here)):
-            here.forget()
+            _forget(here)
             raise AnotherPathError(
                 f"a module of the chain {self.name} was called with something other than the chain's output: {_HINT}",
                 self.name,
@@ -307,7 +284,7 @@ class HandsOn:
             number: the dropout's effective p, or the activation's slope.
             in_place: whether it writes to its input.
         """
-        here = self.positions.here()
+        here = self.position
         part, p = self.parts[here.at], here.dropping[here.at]
         link = part.link
         if called == "dropout":
@@ -317,7 +294,7 @@ class HandsOn:
             agrees = part.called and (called, number) == (link.activation, link.slope)
             said, has = called, f"has {link.activation}"
         if not agrees:
-            here.forget()
+            _forget(here)
             raise AnotherPathError(
                 f"{said} was called after {link.linear}, where the chain {self.name} {has}: {_HINT}",
                 self.name,
@@ -334,7 +311,7 @@ class HandsOn:
             self._check_gradients(here, f"what follows {self.links[here.at].linear}")
         if not last or here.met < self._stops(here):
             return handed
-        here.forget()
+        _forget(here)
         if isinstance(handed, StandIn):
             if in_place:  # a forward may go on with what it gave to the activation: it is the result from now on
                 handed.become_result()
@@ -352,7 +329,7 @@ class HandsOn:
         result = _held(here.result)
         trains = self.frozen is None and any(p.requires_grad for part in self.parts for p in part.linear.parameters())
         if result.requires_grad if here.grad else trains:
-            here.forget()
+            _forget(here)
             now, before = ("disabled", "enabled") if here.grad else ("enabled", "disabled")
             raise AnotherPathError(
                 f"gradients are {now} for {called}, but were {before} for the head of the chain {self.name}, which has "
@@ -363,7 +340,7 @@ class HandsOn:
 
     def leave(self, caller: nn.Module) -> None:
         """Handle the end of a caller's forward. Raise if it left out calls that only it could have made."""
-        here = self.positions.here()
+        here = self.position
         if here.pending is None:
             return
         last = here.at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers)
@@ -371,7 +348,7 @@ class HandsOn:
             self._refuse_rest(here, "in this call")
 
     def _refuse_rest(self, here: Position, when: str) -> None:
-        here.forget()
+        _forget(here)
         raise AnotherPathError(
             f"the chain {self.name} has computed what followed {self.links[here.at].linear} in the example, but "
             f"{when} the model did not call all of it: that forward took another path than the example the chain was "
@@ -381,6 +358,10 @@ class HandsOn:
 
     def _stops(self, here: Position) -> int:
         return self.parts[here.at].stops(here.dropping[here.at])
+
+
+def _forget(here: Position) -> None:
+    here.pending = here.result = None
 
 
 def _held(tensor: Tensor | None) -> Tensor:

@@ -248,7 +248,17 @@ class RunningChain(ChainWeights):
 
 
 def follow_linear(p: Tensor, link: Link, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Apply a link's norm, with its own weight and bias, and its activation to p, in the precision of p."""
+    """Apply what follows a linear in its link, the norm and the activation, in the precision of p.
+
+    Args:
+        p: [..., N], the output of the linear.
+        link: says which norm and which activation.
+        weight: [N], of a layer or rms norm; None if it has none.
+        bias: [N], of a layer norm; None if it has none.
+
+    Returns:
+        What the link passes on: [..., N].
+    """
     if link.norm == "block":
         p = BlockNorm.forward(BlockNorm(p.shape[-1], block=NORM_BLOCK), p)
     elif link.norm != "none":

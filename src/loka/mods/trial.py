@@ -162,7 +162,7 @@ class Trial:
     def _differentiate(self, results: list[Tensor]) -> tuple[dict[int, tuple[str, Tensor]], str | None]:
         """Return the gradients of a randomly weighted sum of the results, or why there are none.
 
-        autograd.grad does not touch `.grad` or hooks on its accumulation.
+        autograd.grad does not touch `.grad`.
         """
         every = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         named = [(n, p) for n, p in every if p.numel() <= _LARGE and not self._is_fused(n)]

@@ -20,8 +20,9 @@ The worst of thousands of rows and elements has a heavy tail: one example whose 
 one bias. A difference that is only somewhat too large, in one of them, must show again with moved weights on both
 sides, as that of a wrong kernel does.
 
-Where FP8 changes how many rows a layer gets, as in a mixture of experts, the gradient of its input is of other rows. It
-is not compared, and a note says so. Its weight's gradient, a sum over rows, is.
+Where FP8 changes which rows a layer gets, as in a mixture of experts, the gradient of its input is of other rows. Those
+are not compared, and a note says so. They are told from the rows themselves, which rounding moves far less than rows are
+apart. The gradient of the layer's weight, a sum over rows, is compared.
 
 Gradients of biases, and of norms inside a chain, are sums over the batch that kernels compute besides. Such sums may
 cancel, so they are compared with the reference only, and only where moved weights hardly change it.
@@ -64,9 +65,12 @@ CHAOS = 3.0  # or this many times the difference between two runs of the referen
 CLOSE = 2.0  # a difference in one row, column or element up to this many times what is allowed must show twice
 UNDETERMINED = 0.3  # a reference that changes by more than this with moved weights tells nothing about a kernel
 NUDGE = 2.0**-10  # relative size of the change of moved weights
+FAR = 0.5  # a row that moved by more than this share of the distance between rows is another one,
+MOST = 0.5  # and if fewer than this share of the rows are the same, too few are left to compare
 REFERENCE = frozenset({"reference"})
 
-Gradients = dict[str, list[Tensor]]  # matrices, by a description of what they are the gradient of
+# Matrices, by a description of what they are the gradient of; and some rows of inputs, by `_rows_of`.
+Gradients = dict[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -148,14 +152,17 @@ def _find_faults(
     here = _run(call, selection, plan)
     if isinstance(here, Exception):
         return [Fault(offers[0].name, f"its backward fails here: {type(here).__name__}: {here}", float("inf"))]
+    same = _find_same_rows(parts, here, exact)
+    seen, base = _pick(here, same), _pick(exact, same)
     far = {
         what: fault
         for what in parts
-        if what in exact and (fault := _compare_with_exact(what, here.get(what), exact[what]))
+        if what in base and (fault := _compare_with_exact(what, seen.get(what), base[what]))
     }
     if far and not isinstance(allowed := moved(), Exception):
-        far = {what: fault for what in far if (fault := _compare_with_exact(what, here.get(what), exact[what], allowed.get(what)))}  # fmt: skip
-    _note_other_rows(call, offers, here, exact)
+        limit = _pick(allowed, same)
+        far = {what: fault for what in far if (fault := _compare_with_exact(what, seen.get(what), base[what], limit.get(what)))}  # fmt: skip
+    _note_other_rows(call, offers, here, exact, same)
     ref = _run(call, selection, plan, reference=True)
     nudged = ref if isinstance(ref, Exception) else _run(call, selection, plan, reference=True, nudged=True)
     if isinstance(ref, Exception) or isinstance(nudged, Exception):
@@ -171,27 +178,69 @@ def _find_faults(
                 twice = _find_differences([w for w in parts if w in close], [w for w in vectors if w in close], again, nudged, ref)  # fmt: skip
                 wrong = {what: seen for what, seen in wrong.items() if not seen.close or what in twice}
         parts |= {what: linear for what, (linear, _, _) in vectors.items()}
-        coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), ref.get(what))}
-    faults = [Fault(parts[what], _say_fault(seen.text, what in coarse), seen.size, what in coarse) for what, seen in (far or wrong).items()]  # fmt: skip
+        differing = _find_same_rows(far, here, ref)
+        coarse = {what for what in far if what not in wrong and what not in differing and _can_compare(here.get(what), ref.get(what))}  # fmt: skip
+    faults = [Fault(parts[what], _say_fault(found.text, what in coarse), found.size, what in coarse) for what, found in (far or wrong).items()]  # fmt: skip
     return sorted(faults, key=lambda fault: -fault.size)
 
 
-def _note_other_rows(call: Call, offers: Iterable[Offer], here: Gradients, exact: Gradients) -> None:
-    """Say which gradients of inputs are of other rows than in 16-bit, so that they cannot be compared."""
+def _find_same_rows(names: Iterable[str], found: Gradients, exact: Gradients) -> dict[str, list[Tensor]]:
+    """Find the inputs that have other rows in `found` than in `exact`, though equally many, with finite gradients.
+
+    Args:
+        names: descriptions of what has a gradient; those of inputs have rows.
+        found: of one run.
+        exact: of the run it is compared with.
+
+    Returns:
+        Which rows are the same ones, for every call, by name; none at all if those are too few to compare. Inputs whose
+        rows all are the same are left out.
+    """
+    same: dict[str, list[Tensor]] = {}
+    for what in names:
+        rows, others = found.get(_rows_of(what), []), exact.get(_rows_of(what), [])
+        if not rows or not _are_alike(rows, others) or len({x.shape[1] for x in others}) > 1:
+            continue
+        every = torch.cat(others)
+        apart = 2**0.5 * torch.linalg.vector_norm(every - every.mean(0), dim=1).square().mean().sqrt()
+        # NaN counts as the same, and so do all rows where there is but one
+        kept = [~((torch.linalg.vector_norm(x - y, dim=1) > FAR * apart) & (apart > 0)) for x, y in zip(rows, others, strict=True)]  # fmt: skip
+        share = float(torch.cat(kept).float().mean())
+        if share < 1 and bool(_flat(found[what]).isfinite().all()):
+            same[what] = kept if share >= MOST else [torch.zeros_like(keep) for keep in kept]
+    return same
+
+
+def _pick(gradients: Gradients, same: dict[str, list[Tensor]]) -> Gradients:
+    """Return gradients with only some rows of those of inputs, see `_find_same_rows`."""
+    picked = dict(gradients)
+    for what, kept in same.items():
+        if what in gradients and [len(x) for x in gradients[what]] == [len(keep) for keep in kept]:
+            picked[what] = [x[keep] for x, keep in zip(gradients[what], kept, strict=True)]
+    return picked
+
+
+def _note_other_rows(
+    call: Call, offers: Iterable[Offer], here: Gradients, exact: Gradients, same: Collection[str]
+) -> None:
+    """Say which gradients of inputs are of other rows than in 16-bit, where they cannot be compared."""
     for what in map(_input_of, offers):
         a, b = here.get(what, []), exact.get(what, [])
         note = (
-            f"the gradient of {what} was not compared with 16-bit: it has other rows there, as where the model itself "
-            "decides which rows a layer gets"
+            f"the gradient of {what} was not compared with 16-bit in rows that are others there, as where the model "
+            "itself decides which rows a layer gets"
         )
-        if len(a) == len(b) and not _are_alike(a, b) and note not in call.notes:
+        other = what in same or (len(a) == len(b) and not _are_alike(a, b))
+        if other and note not in call.notes:
             call.notes.append(note)
 
 
 def _find_differences(
-    matrices: Iterable[str], vectors: Iterable[str], here: Gradients, ref: Gradients, nudged: Gradients
+    matrices: Collection[str], vectors: Iterable[str], here: Gradients, ref: Gradients, nudged: Gradients
 ) -> dict[str, Difference]:
     """Compare gradients with those of the reference; `nudged` are the reference's with other weights."""
+    same = _find_same_rows(matrices, here, ref)
+    here, ref, nudged = (_pick(gradients, same) for gradients in (here, ref, nudged))
     found = {
         what: _compare_with_reference(what, here[what], ref[what], nudged[what])
         for what in matrices
@@ -225,6 +274,10 @@ def _weight_of(linear: str) -> str:
 
 def _input_of(offer: Offer) -> str:
     return f"the input of {offer.unit.around or offer.name}"
+
+
+def _rows_of(what: str) -> str:
+    return f"the rows of {what}"
 
 
 def _compare_with_exact(
@@ -436,30 +489,41 @@ def _vector_gradients(model: nn.Module, selection: Selection) -> Gradients:
 
 @contextmanager
 def _watch_inputs(model: nn.Module, selection: Selection) -> Iterator[dict[str, dict[int, Tensor]]]:
-    """Collect some rows of the gradient of every offer's input inside the block, by number of the call."""
+    """Collect some rows of every offer's input and of its gradient inside the block, by number of the call."""
     found: dict[str, dict[int, Tensor]] = {}
     modules = dict(named_sites(model))
     with ExitStack() as stack:
         for offer in selection.offers:
-            calls = found[_input_of(offer)] = {}
+            what = _input_of(offer)
+            found[what], found[_rows_of(what)] = {}, {}
             module = modules[offer.unit.around or offer.name]
-            stack.callback(module.register_forward_pre_hook(partial(_watch_input, calls, []), with_kwargs=True).remove)
+            watch = partial(_watch_input, found[what], found[_rows_of(what)], [])
+            stack.callback(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
         yield found
 
 
-def _watch_input(calls: dict[int, Tensor], begun: list[int], module: nn.Module, args: Any, kwargs: Any) -> None:
+def _watch_input(
+    calls: dict[int, Tensor], rows: dict[int, Tensor], begun: list[int], module: nn.Module, args: Any, kwargs: Any
+) -> None:
     x = next(tensors_in((args, kwargs)), None)
     number = len(begun)
     begun.append(number)
 
-    def keep(gradient: Tensor) -> None:
-        # slice whole examples: every 32nd row would pick the same one of 32 vectors from each example
-        whole = dense(gradient.detach())
-        some = whole[:: max(whole.shape[:-1].numel() // ROWS, 1)]
-        calls[number] = some.reshape(-1, whole.shape[-1]).to(torch.float32, copy=True)
-
     if x is not None and x.requires_grad:
+        seen = _take_some(x)
+
+        def keep(gradient: Tensor) -> None:
+            calls[number], rows[number] = _take_some(gradient), seen
+
         x.register_hook(keep)  # type: ignore[no-untyped-call]
+
+
+def _take_some(x: Tensor) -> Tensor:
+    """Return a copy of some rows."""
+    # slice whole examples: every 32nd row would pick the same one of 32 vectors from each example
+    whole = dense(x.detach())
+    some = whole[:: max(whole.shape[:-1].numel() // ROWS, 1)]
+    return some.reshape(-1, whole.shape[-1]).to(torch.float32, copy=True)
 
 
 @contextmanager

@@ -233,7 +233,14 @@ def _is_from_grad(error: BaseException) -> bool:
 
 
 def check_arity(name: str, function: Any, given: int, what: str) -> None:
-    """Raise if a function cannot be called with as many arguments as it will get; `what` names them in the message."""
+    """Raise a ValueError if a function cannot be called with the arguments it will get.
+
+    Args:
+        name: the parameter of `loka.tune` that it was given as, for the message.
+        function: what was given; anything that is no function raises, too.
+        given: how many arguments it will get, all of them positional.
+        what: the names of these arguments, for the message: "(model, batch)".
+    """
     if not callable(function):
         # a word is shown as it is; a list of batches would print all of its numbers
         seen = f"{type(function).__name__} {function!r}" if isinstance(function, str | None) else _spell(function)

@@ -2,9 +2,9 @@
 
 What a forward may change is restored afterwards: the random state of Python, numpy and torch on every device in use,
 the mode of every module, its buffers (batch norm statistics, the vectors of spectral_norm) and its plain attributes:
-values kept for an auxiliary loss, a counter tensor that is no buffer, a list, dict, set or deque. For a backward, also
-use `gradients_aside`: it restores gradients and disables post-accumulate hooks, by which an optimizer may step inside
-backward.
+values kept for an auxiliary loss, a counter tensor that is no buffer, a list, dict, set or deque. Hooks of parameters,
+which may count or log gradients, or step an optimizer inside backward, are not called. For a backward, also use
+`gradients_aside`, which restores gradients.
 
 A forward may even write to parameters: a target network that follows another one, weights that are clamped or
 normalized. Parameters are too large to copy all of them. One that got other memory (`p.data = ...`) gets its own back.
@@ -18,7 +18,7 @@ changes in place, and anything outside of the model.
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
     contents = [put for kept in attributes for k, v in kept.items() if k not in _OWN and (put := _hold(v)) is not None]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
     weights = list(_hold_weights(model))
-    with same_randomness():
+    with same_randomness(), _hooks_aside(model):
         try:
             yield
         finally:
@@ -183,20 +183,42 @@ def _same(buffer: Tensor, value: Tensor) -> bool:
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Clear gradients and post-accumulate hooks for a block that runs backward, and restore them afterwards."""
+    """Clear gradients for a block that runs backward, and restore them afterwards."""
     grads = [(p, p.grad) for p in model.parameters()]
-    hooks = [(found, dict(found)) for p, _ in grads if (found := p._post_accumulate_grad_hooks)]
     try:
-        for found, _ in hooks:
-            found.clear()
         for p, _ in grads:
             p.grad = None
         yield
     finally:
         for p, grad in grads:  # the parameter of a table that was replaced in the block is empty: no gradient fits it
             p.grad = grad if grad is None or grad.shape == p.shape else None
-        for found, kept in hooks:
-            found.update(kept)
+
+
+@contextmanager
+def _hooks_aside(model: nn.Module) -> Iterator[None]:
+    """Call no hook of a parameter in the block, and restore the hooks afterwards."""
+    parameters = list(model.parameters())
+    kept = [[dict(hooks or {}) for hooks in _hooks_of(p)] for p in parameters]
+    try:
+        for p in parameters:
+            _set_hooks(p, ({}, {}))
+        yield
+    finally:
+        for p, before in zip(parameters, kept, strict=True):
+            _set_hooks(p, before)
+
+
+def _hooks_of(parameter: nn.Parameter) -> Iterator[dict[int, Any] | None]:
+    """Yield the hooks that get a gradient, and those that run once it is in `grad`; None if there never were any."""
+    yield parameter._backward_hooks
+    yield parameter._post_accumulate_grad_hooks
+
+
+def _set_hooks(parameter: nn.Parameter, wanted: Iterable[dict[int, Any]]) -> None:
+    for hooks, those in zip(_hooks_of(parameter), wanted, strict=True):
+        if hooks is not None:
+            hooks.clear()  # also of what a forward has registered meanwhile
+            hooks.update(those)
 
 
 def keep_randomness() -> Callable[[], None]:
