@@ -68,6 +68,38 @@ def test_kernels_are_compiled_side_by_side() -> None:
     assert not meeting.broken
 
 
+def test_what_is_needed_later_runs_while_all_tasks_wait() -> None:
+    kernels = Kernels(slow={"a", "z"})
+    order: list[str] = []
+
+    def later(name: str) -> None:
+        kernels.launch(name)
+        order.append(name)
+
+    def broken() -> None:
+        raise ValueError("for whoever runs it then")
+
+    def last() -> None:  # runs when everything else waits or has run
+        order.append("last")
+        kernels.finish()
+
+    first = partial(later, "b")
+    meanwhile = [first, broken, partial(later, "z"), last]
+    kept = meanwhile[1:3]
+    assert list(run_overlapping([launching(kernels, "a")], threads=3, meanwhile=meanwhile)) == [(0, "a")]
+    assert order[:2] in (["b", "last"], ["last", "b"])
+    assert broken in meanwhile
+    assert first not in meanwhile
+    assert last not in meanwhile
+    assert set(meanwhile) <= set(kept)  # "z" may have run before "a" ended
+
+
+def test_nothing_runs_meanwhile_if_no_task_waits() -> None:
+    meanwhile = [lambda: pytest.fail("it was not to run")]
+    assert list(run_overlapping([lambda: "a", lambda: "b"], meanwhile=meanwhile)) == [(0, "a"), (1, "b")]
+    assert len(meanwhile) == 1
+
+
 def test_nothing_is_launched_before_it_is_compiled() -> None:
     kernels = Kernels()
     dict(run_overlapping([launching(kernels, name, "last") for name in "abcdef"], threads=3))

@@ -35,6 +35,9 @@ class PutOff(BaseException):
         self.future = future
 
 
+_Pending = tuple[int, Callable[[], Any], "Future[Any] | None"]  # index, task, the kernel that it waits for
+
+
 class _Run:
     """The kernels of one `run_overlapping`: each is compiled once, whichever tasks need it."""
 
@@ -49,6 +52,17 @@ class _Run:
         if not future.done():
             raise PutOff(future)
         # If it failed, the launch that follows compiles it again and raises the error where it belongs.
+
+    def attempt(self, task: Callable[[], T]) -> T | PutOff:
+        """Call a task. Return what it returned, or how it was put off."""
+        outer, _local.run = getattr(_local, "run", None), self
+        try:
+            return task()
+        except PutOff as left:
+            traceback.clear_frames(left.__traceback__)  # frees the tensors its frames hold
+            return left
+        finally:
+            _local.run = outer
 
 
 def await_kernel(key: Any, compile_kernel: Callable[[], Any]) -> None:
@@ -65,12 +79,16 @@ def await_kernel(key: Any, compile_kernel: Callable[[], Any]) -> None:
         run.await_kernel(key, compile_kernel)
 
 
-def run_overlapping(tasks: Sequence[Callable[[], T]], *, threads: int | None = None) -> Iterator[tuple[int, T]]:
+def run_overlapping(
+    tasks: Sequence[Callable[[], T]], *, threads: int | None = None, meanwhile: list[Callable[[], Any]] | None = None
+) -> Iterator[tuple[int, T]]:
     """Run tasks one at a time, in any order, and compile the Triton kernels that several of them need side by side.
 
     Args:
         tasks: functions that may be left at a launch and called again from the start.
         threads: how many kernels are compiled at the same time. None: one for each core, at most 16.
+        meanwhile: what to run while all tasks wait for kernels, needed later. What has run is taken from the list. What
+            raises an error stays, for whoever runs it then.
 
     Yields:
         The index of a task and what it returned, in the order in which tasks end. An error of a task is raised here.
@@ -81,23 +99,33 @@ def run_overlapping(tasks: Sequence[Callable[[], T]], *, threads: int | None = N
     """
     pool = ThreadPoolExecutor(threads or min(os.cpu_count() or 1, MOST), "compile-kernels")
     run = _Run(pool)
-    pending: list[tuple[int, Future[Any] | None]] = [(index, None) for index in range(len(tasks))]
+    pending: list[_Pending] = [(index, task, None) for index, task in enumerate(tasks)]
+    fillers: list[_Pending] = [(-1, task, None) for task in meanwhile or ()]
     try:
         while pending:
-            place = next((at for at, (_, future) in enumerate(pending) if future is None or future.done()), None)
-            if place is None:
-                wait([future for _, future in pending if future is not None], return_when=FIRST_COMPLETED)
-                continue
-            index, _ = pending.pop(place)
-            outer, _local.run = getattr(_local, "run", None), run
-            try:
-                result = tasks[index]()
-            except PutOff as left:
-                traceback.clear_frames(left.__traceback__)  # frees the tensors its frames hold
-                pending.append((index, left.future))
-                continue
-            finally:
-                _local.run = outer
-            yield index, result
+            if (task := _take_ready(pending)) is not None:
+                index, result = task[0], run.attempt(task[1])
+                if isinstance(result, PutOff):
+                    pending.append((index, task[1], result.future))
+                else:
+                    yield index, result
+            elif meanwhile is not None and (task := _take_ready(fillers)) is not None:
+                try:
+                    result = run.attempt(task[1])
+                except Exception as error:
+                    traceback.clear_frames(error.__traceback__)
+                    continue
+                if isinstance(result, PutOff):
+                    fillers.append((-1, task[1], result.future))
+                else:
+                    meanwhile.remove(task[1])
+            else:
+                wait([future for _, _, future in pending + fillers if future is not None], return_when=FIRST_COMPLETED)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _take_ready(pending: list[_Pending]) -> _Pending | None:
+    """Take the first task that waits for no kernel."""
+    place = next((at for at, (_, _, future) in enumerate(pending) if future is None or future.done()), None)
+    return None if place is None else pending.pop(place)

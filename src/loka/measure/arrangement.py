@@ -13,6 +13,7 @@ instead of failing the call, and the facades of kernels copy other operands (lok
 `any_alignment = True` gets operands uncopied and is tested with shifts of single elements.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -155,7 +156,32 @@ def _storage_of(x: Tensor) -> Tensor:
 
 def unchanged(x: Tensor, y: Tensor) -> bool:
     """Check whether two tensors are bitwise equal."""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
+    return all_unchanged([(x, y)])[0]
+
+
+def all_unchanged(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Check which pairs of tensors are bitwise equal. On a GPU all are fetched at once, since each fetch waits.
+
+    Args:
+        pairs: of tensors on one device.
+
+    Returns:
+        An answer for each pair.
+
+    Example:
+        >>> all_unchanged([(torch.zeros(2), torch.zeros(2)), (torch.zeros(2), -torch.zeros(2))])
+        [True, False]
+    """
+    alike = [x.shape == y.shape and x.dtype == y.dtype for x, y in pairs]
+    compared = [(_bits(x), _bits(y)) for (x, y), same in zip(pairs, alike, strict=True) if same]
+    if len(compared) > 1 and compared[0][0].is_cuda:
+        found = (~torch.stack([(x != y).any() for x, y in compared])).tolist()
+    else:
+        found = [torch.equal(x, y) for x, y in compared]
+    answers = iter(found)
+    return [same and next(answers) for same in alike]
+
+
+def _bits(x: Tensor) -> Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return bool(torch.equal(x.contiguous().view(integers), y.contiguous().view(integers)))
+    return x.contiguous().view(integers)

@@ -80,8 +80,8 @@ class Product:
 
 
 def _rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the elements and expanded scales of some rows in float64."""
-    elements = decode_elements(q.data[start:stop], q.spec.format).double()
+    """Return the elements and expanded scales of some rows, the latter in float64."""
+    elements = decode_elements(q.data[start:stop], q.spec.format)
     scale = q.multiplier(torch.float64)
     if q.spec.block.rows == 1:
         return elements, expand_scale(scale[start:stop], elements.shape, q.spec.block)
@@ -97,7 +97,7 @@ def _normalize_rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor, 
     elements, scale = _rows(q, start, stop)
     sizes = nominal_size(elements, q.spec.format)
     if scale.dim() == 0 or scale.shape[1] == 1:
-        return elements, sizes.nan_to_num(0.0).float(), scale.expand(len(elements), 1)
+        return elements.double(), sizes.float().nan_to_num(0.0), scale.expand(len(elements), 1)
     values = elements * scale
     largest = (
         values.abs().nan_to_num(0.0).amax(dim=1, keepdim=True) if values.shape[1] else values.new_ones(len(values), 1)
@@ -137,8 +137,8 @@ def compare_product(
 
 def _unexplained(out: Tensor, exact: Law, *, finite: bool) -> Tensor:
     """Return e (see the module docstring) in float32; 0 where the exact or the actual result is not finite."""
-    # From here on in float32: what is left of two neighbors needs none of float64's digits, nor does T.
-    error = (out.double() - exact.y).abs_().float()
+    # Rounded to float32: what is left of two neighbors needs none of float64's digits, nor does T.
+    error = torch.sub(exact.y, out, out=torch.empty_like(exact.y, dtype=torch.float32)).abs_()
     binade = (out.float().view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 |out|), 0 for subnormals
     step = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
     error.sub_(binade.mul_(ULP[out.dtype] / 2).clamp_(min=step)).clamp_(min=0.0)
@@ -148,8 +148,9 @@ def _unexplained(out: Tensor, exact: Law, *, finite: bool) -> Tensor:
 
 def _are_finite(out: Tensor, exact: Law) -> bool:
     """Check whether all elements are finite, and so far from overflowing that no rounding decides."""
-    largest = exact.y.abs().amax()  # NaN if y contains one
-    return bool((largest < torch.finfo(out.dtype).max / 2) & out.isfinite().all())
+    least, largest = exact.y.aminmax()  # NaN if y contains one
+    limit = torch.finfo(out.dtype).max / 2
+    return bool((largest < limit) & (least > -limit) & out.isfinite().all())
 
 
 def _find_misplaced(out: Tensor, exact: Law, allowed: float, start: int) -> str | None:

@@ -48,6 +48,7 @@ class Judge:
         notes: gets what concerns no unit: wrong kernels of the model itself, calls that could not be judged.
         tell: called with (done, total) as calls are judged.
         judged: why each call that was judged is wrong, empty if it is not.
+        meanwhile: tasks to run while kernels are compiled, see `run_overlapping`.
 
     Example:
         >>> judge = Judge("cuda")
@@ -59,6 +60,7 @@ class Judge:
     notes: list[str] = field(default_factory=list)
     tell: Callable[[int, int], None] | None = None
     judged: dict[KernelCall, str] = field(default_factory=dict)
+    meanwhile: list[Callable[[], Any]] | None = None
 
     def find_wrong(self, calls: Sequence[KernelCall]) -> dict[KernelCall, str]:
         """Judge those of the calls that were not judged before. Return the wrong ones, and why."""
@@ -66,7 +68,8 @@ class Judge:
         new = [one for one in calls if one not in self.judged and one.backend != "reference"]
         if new and self.tell is not None:
             self.tell(0, len(new))
-        for done, (index, verdict) in enumerate(run_overlapping([partial(self._judge, one) for one in new]), 1):
+        running = run_overlapping([partial(self._judge, one) for one in new], meanwhile=self.meanwhile)
+        for done, (index, verdict) in enumerate(running, 1):
             if self.tell is not None:
                 self.tell(done, len(new))
             if isinstance(verdict, torch.OutOfMemoryError):

@@ -44,7 +44,6 @@ from torch import Tensor
 
 from loka.dispatch import recipe_named
 from loka.formats import QTensor, Spec
-from loka.kernels.compiling import run_overlapping
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.gate import identify, judge_products, judge_quantizer
 from loka.measure.site import gemm_shape
@@ -110,7 +109,6 @@ class Evaluator:
         seed: int,
         gate: bool = True,
         limits: Mapping[Gemm, float] | None = None,
-        refused: Mapping[tuple[str, str, str], str] | None = None,
     ) -> None:
         check_sources(sources, judged_on)
         if samples < 1:
@@ -120,7 +118,8 @@ class Evaluator:
         self.sources, self.judged_on = tuple(sources), tuple(judged_on)
         self._generator = torch.Generator().manual_seed(seed)
         self._gate = gate
-        self._refused = refused or {}  # candidates of which a step runs a wrong kernel, by site, recipe and engine
+        # candidates of which a step runs a wrong kernel, by site, recipe and engine
+        self.refused: Mapping[tuple[str, str, str], str] = {}
         self._limits = dict(limits or {})  # error limits that allow drawing to stop early
         self._normal: dict[tuple[object, ...], DistributionError | str] = {}
 
@@ -130,7 +129,7 @@ class Evaluator:
         outcomes = [Outcome(trial) for trial in self._trials(gemm)]
         for outcome in outcomes if self._gate else ():
             trial = outcome.trial
-            outcome.refusal = self._refuse(watch, gemm, trial) or self._refused.get(
+            outcome.refusal = self._refuse(watch, gemm, trial) or self.refused.get(
                 (watch.name, trial.recipe, trial.engine.name)
             )
         rows = rows_of(watch, gemm)
@@ -140,19 +139,18 @@ class Evaluator:
             self._measure(watch, rows.keep(outputs), outputs, source, able)
         return [judge_errors(o, gemm, self.judged_on) for o in outcomes]
 
-    def judge_kernels(
-        self, watches: Iterable[Watch], tell: Callable[[int, int], None], more: Iterable[Callable[[], object]] = ()
-    ) -> None:
-        """Judge the kernels of every candidate of some sites by the conformance gate, which caches its verdicts.
+    def kernel_tasks(self, watches: Iterable[Watch]) -> list[Callable[[], object]]:
+        """Return tasks that judge the kernels of every candidate by the conformance gate, which caches its verdicts.
 
-        `evaluate` does the same one by one. Here the kernels of all of them are compiled side by side, and engines that
-        multiply the same operands share these and their exact product. On a GPU, what measuring errors launches is
-        compiled with them.
+        `evaluate` does the same one by one. In tasks, the kernels of all of them can be compiled side by side, and
+        engines that multiply the same operands share these and their exact product. On a GPU, other tasks launch what
+        measuring errors launches, so that it is compiled, too.
 
         Args:
             watches: the sites.
-            tell: called with (done, total).
-            more: other tasks, which launch kernels that are compiled with these.
+
+        Returns:
+            The tasks, for `loka.kernels.compiling.run_overlapping`.
         """
         tasks: dict[object, Callable[[], object]] = {}
         for watch in watches if self._gate else ():
@@ -168,11 +166,7 @@ class Evaluator:
                     for engine, size in itertools.product(engines, sizes):
                         task = partial(_rehearse, engine, operands, size, watch.device)
                         tasks.setdefault((id(engine), operands, size, watch.device), task)
-        tasks |= dict(enumerate(more))
-        if tasks:
-            tell(0, len(tasks))
-        for done, _ in enumerate(run_overlapping(list(tasks.values())), 1):
-            tell(done, len(tasks))
+        return list(tasks.values())
 
     def engines_by_operands(self, watch: Watch, gemm: Gemm) -> dict[GemmWay, list[Engine]]:
         """Return the engines that support a GEMM of a site, for each way to quantize its operands."""

@@ -46,13 +46,16 @@ class StepJudge:
         model: the probed model.
         kept: inputs of sampled calls.
         given: an example of the caller's, or None.
+        meanwhile: tasks to run while kernels are compiled (`loka.kernels.compiling`).
     """
 
-    def __init__(self, model: nn.Module, kept: ExampleKeeper, given: Any) -> None:
+    def __init__(
+        self, model: nn.Module, kept: ExampleKeeper, given: Any, meanwhile: list[Callable[[], Any]] | None = None
+    ) -> None:
         shown = kept.examples if given is None else given.runs if isinstance(given, Steps) else [given]
         self.model, self.device, self._autocast = model, device_of(model), kept.autocast
         self._examples = _largest_of_each_kind(shown)
-        self._judge, self._only_references = Judge(self.device), False
+        self._judge, self._only_references = Judge(self.device, meanwhile=meanwhile), False
         self._missing = None if self._examples else "that takes an example"
         if (why := find_collective(model)) is not None:
             self._missing = f"{why}, so running the model is a call of all ranks"

@@ -15,7 +15,6 @@ linears by default; `kinds` adds grouped, mixed and batched products and lookups
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from loka.formats import Spec
+from loka.kernels.compiling import run_overlapping
 from loka.measure.device import device_of, environment_of
 from loka.probe.chains import find_chains
 from loka.probe.drift import Judge, find_drift, survey_judge
@@ -116,19 +116,24 @@ class Probe(Observer):
             max_gradient_error=max_gradient_error,
             **settings,
         )
-        judge = StepJudge(self.model, self._example, example)
+        survey = Survey(asked, seed=self._seed)
+        tasks = survey.kernel_tasks(self._watches.values())
+        judge = StepJudge(self.model, self._example, example, meanwhile=tasks)
         with self.paused():
             chains = find_chains(self.model, self._example, example, self._watches)
             wrong_chains = judge.refuse_chains(chains.units) if asked.gate else {}
             wrong = judge.refuse_linears(self._watches, asked.recipes, asked.backends) if asked.gate else {}
-        survey = Survey(asked, seed=self._seed, refused=wrong)
+        survey.refuse(wrong)
         flops = self._flops_by_site()
         unseen = [watch.finish(self.sampled_steps) for watch in self._unseen]
         total = self._flops or sum(flops.values()) + sum(part.flops for part in unseen) or 1
         units = sum(bool(watch.gemms) and watch.kept is None for watch in self._watches.values())
         sites = []
         with telling(progress) as tell:
-            survey.judge_kernels(self._watches.values(), partial(tell, "kernels"))
+            if tasks:
+                tell("kernels", 0, len(tasks))
+            for done, _ in enumerate(run_overlapping(tasks), 1):
+                tell("kernels", done, len(tasks))
             for number, watch in enumerate(self._watches.values()):
                 tell(watch.name, number, len(self._watches))
                 sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))

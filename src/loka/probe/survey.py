@@ -68,14 +68,13 @@ class Settings:
 class Survey:
     """Evaluates sites one by one."""
 
-    def __init__(
-        self, settings: Settings, *, seed: int, refused: Mapping[tuple[str, str, str], str] | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, *, seed: int) -> None:
         self.settings, self._seed = settings, seed
         self._engines = {e.name: e for e in (Engine.named(b) if isinstance(b, str) else b for b in settings.backends)}
         if len(self._engines) < len(settings.backends):
             raise ValueError(f"a backend is named twice: {[getattr(b, 'name', b) for b in settings.backends]}")
         self._timed: dict[TimingKey, SiteTiming] = {}
+        self._slow: dict[tuple[object, ...], str | None] = {}
         self._evaluator = Evaluator(
             settings.recipes,
             list(self._engines.values()),
@@ -85,19 +84,21 @@ class Survey:
             seed=seed,
             gate=settings.gate,
             limits={"fprop": settings.max_error},
-            refused=refused,
         )
 
-    def judge_kernels(self, watches: Iterable[Watch], tell: Callable[[int, int], None]) -> None:
-        """Judge the kernels of all candidates of some sites at once, which compiles them side by side.
+    def refuse(self, refused: Mapping[tuple[str, str, str], str]) -> None:
+        """Refuse candidates, named by site, recipe and backend, each for a reason."""
+        self._evaluator.refused = refused
+
+    def kernel_tasks(self, watches: Iterable[Watch]) -> list[Callable[[], object]]:
+        """Return tasks that judge the kernels of all candidates, and compile what measuring them launches.
 
         Args:
             watches: the sites that are visited next.
-            tell: called with (done, total).
         """
         able = [watch for watch in watches if watch.reservoir.kept]
         jobs = dict.fromkeys((job, watch.device) for watch in able for job in self._timing_jobs(watch))
-        self._evaluator.judge_kernels(able, tell, [partial(rehearse, *job) for job in jobs])
+        return [*self._evaluator.kernel_tasks(able), *(partial(rehearse, *job) for job in jobs)]
 
     def _timing_jobs(self, watch: Watch) -> list[SiteJob]:
         """Return what is timed at a site on a GPU, in this process."""
@@ -163,7 +164,7 @@ class Survey:
                 min_speedup=self.settings.min_speedup,
                 outputs=watch.n,
                 explain=lambda best: self._explain(watch, best),
-                explain_slow=lambda fastest: explain_slow(watch, fastest, repeats=self.settings.repeats),
+                explain_slow=lambda fastest: self._explain_slow(watch, fastest),
             )
 
         found = []
@@ -172,6 +173,14 @@ class Survey:
             alone = verdict(gemm, [c for c in candidates if c.recipe != CHAIN])
             found.append(_judge_in_chain(watch, verdict(gemm, running), alone) if running else alone)
         return found
+
+    def _explain_slow(self, watch: Watch, fastest: Candidate) -> str | None:
+        """Explain where the time of a candidate goes, once for all sites of its shape."""
+        shape = (watch.largest, watch.k, watch.n)
+        key = (fastest.gemm, shape, fastest.backend, fastest.a, fastest.b, str(fastest.microseconds))
+        if key not in self._slow:
+            self._slow[key] = explain_slow(watch, fastest, repeats=self.settings.repeats)
+        return self._slow[key]
 
     @torch.no_grad()
     def _explain(self, watch: Watch, best: Candidate) -> list[Cause]:
