@@ -14,7 +14,7 @@ RECORDS = (
     "trained_plain",
     "trained_wukong",
     "trained",
-    "trained_mods",
+    "trained_dlrm_mods",
     "trained_interformer",
     "trained_hstu",
 )  # newest first

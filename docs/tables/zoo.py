@@ -189,7 +189,7 @@ def tune_table() -> str | None:
     launched = (read("h200/tune_zoo_ungraphed.json") or {"rows": []})["rows"]
     rows += [_tuned(f"{MODELS[row['model']]}, without a CUDA graph", row["record"], row["tune_s"]) for row in launched]  # fmt: skip
     trained: dict[str, Any] = {}
-    for file in ("trained_plain", "trained_wukong", "trained"):  # newest first
+    for file in ("trained_plain", "trained_wukong", "trained_dlrm_mods", "trained"):  # newest first
         trained = {**((read(f"h200/{file}.json") or {}).get("tuned") or {}), **trained}
     for name, row in trained.items():
         title = CENSUS[name.partition("-")[0]] + ", with mods" * name.endswith("-mods")
