@@ -183,6 +183,27 @@ def probe_table() -> str | None:
     return table(["compiled bf16 Wukong, 21 linears, batch 8,192", ""], rows)
 
 
+def evaluate_table() -> str | None:
+    """Return how long an evaluation takes, with and without compiled kernels to start from."""
+    found = read("h200/evaluate_time.json")
+    if found is None:
+        return None
+    names = {"wukong": "Wukong, plain (6 layers, 2,048 wide, 8,192 rows)", "dlrm": "DLRM, plain (16,384 rows)"}
+    rows = [
+        [
+            names[row["model"]],
+            {"cold": "no, the first look on a machine", "warm": "yes"}[row["cache"]],
+            str(row["linears"]),
+            *(f"{row[part]:.1f} s" for part in ("chains_s", "kernels_s", "sites_s", "seconds")),
+            f"**{row['seconds_a_linear']:.2f} s**",
+        ]
+        for row in found["rows"]
+        if "seconds" in row
+    ]
+    head = ["model", "kernels compiled before", "linears", "kernels of a step", "kernels of candidates", "errors and times", "all", "a linear"]  # fmt: skip
+    return table(head, rows)
+
+
 def masked_table() -> str | None:
     """Return masked attention compared with torch's, forward and backward."""
     found = read("h200/masked_attention.json")
