@@ -63,14 +63,23 @@ class Engine:
         out: Tensor = self.matmul.run(qa, qb, out_dtype=out_dtype(qa.device), fast_accum=operands.fast_accum)
         return out
 
-    def refuse(self, operands: GemmWay, shape: tuple[int, int, int], device: torch.device) -> str | None:
-        """Return why it may not run a GEMM of that shape (not supported or wrong), or None if it may."""
+    def refuse(
+        self, operands: GemmWay, shape: tuple[int, int, int], device: torch.device, *, quantized: int | None = None
+    ) -> str | None:
+        """Return why it may not run a GEMM (not supported or wrong), or None if it may.
+
+        Args:
+            operands: how it runs.
+            shape: its M, K and N.
+            device: the device it runs on.
+            quantized: along K, if fewer elements are quantized at once; see `quantizer_calls`.
+        """
         m, k, n = shape
         call = operands.call(m, k, n, out_dtype(device))
         verdict = self.matmul.supports(call, device)
         if not verdict:
             return verdict.reason
-        for one in quantizer_calls(operands, shape):
+        for one in quantizer_calls(operands, shape, quantized=quantized):
             found = judge_quantizer(self.quantize, one, device)
             if not found:
                 return f"fails the conformance gate, quantizing {one.in_dtype} to {one.spec}: {found.reason}"
@@ -78,9 +87,19 @@ class Engine:
         return None if found else f"fails the conformance gate {found.reason}"
 
 
-def quantizer_calls(operands: GemmWay, shape: tuple[int, int, int]) -> list[QuantizeCall]:
-    """Return how the operands of a GEMM of that shape (M, K, N) are quantized."""
+def quantizer_calls(
+    operands: GemmWay, shape: tuple[int, int, int], *, quantized: int | None = None
+) -> list[QuantizeCall]:
+    """Return how the operands of a GEMM are quantized.
+
+    Args:
+        operands: how it runs.
+        shape: its M, K and N.
+        quantized: along K, if fewer elements are quantized at once. A step quantizes the operands of a weight gradient
+            as transposes, by another kernel, which is judged there; only Probe has them as matrices, of a few rows.
+    """
     m, k, n = shape
+    k = min(k, quantized or k)
     return [
         QuantizeCall(rows, k, spec, dtype) for rows, spec in ((m, operands.a), (n, operands.b)) for dtype in GATE_DTYPES
     ]

@@ -69,6 +69,7 @@ from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
 ENOUGH = 25  # draws before drawing may stop early
 WGRAD_GROUPS = 32
 FEW_MERES = 8  # resamples of a weight gradient for which MERE is computed; MERE is reported there, but does not decide
+QUANTIZED: dict[Gemm, int | None] = {"fprop": None, "dgrad": None, "wgrad": MAX_WGRAD_ROWS}  # along K, at most
 JUDGED: tuple[Source, ...] = ("rows", "copula", "gaussian")
 
 
@@ -157,7 +158,8 @@ class Evaluator:
             for gemm in watch.gemms:
                 for operands, engines in self.engines_by_operands(watch, gemm).items():
                     shape = self._shape(watch, gemm)
-                    for engine, one in itertools.product(engines, quantizer_calls(operands, shape)):
+                    calls = quantizer_calls(operands, shape, quantized=QUANTIZED[gemm])
+                    for engine, one in itertools.product(engines, calls):
                         key = (identify(engine.quantize), one, watch.device)
                         tasks.setdefault(key, partial(judge_quantizer, engine.quantize, one, watch.device))
                     product, backends = operands.call(*shape, out_dtype(watch.device)), [e.matmul for e in engines]
@@ -197,7 +199,7 @@ class Evaluator:
     @torch.no_grad()
     def _refuse(self, watch: Watch, gemm: Gemm, trial: Trial) -> str | None:
         """Return why a candidate may not run at the site's shape; None if it may."""
-        return trial.engine.refuse(trial.operands, self._shape(watch, gemm), watch.device)
+        return trial.engine.refuse(trial.operands, self._shape(watch, gemm), watch.device, quantized=QUANTIZED[gemm])
 
     def _shape(self, watch: Watch, gemm: Gemm) -> tuple[int, int, int]:
         """Return M, K and N of a GEMM of a site's largest call."""
