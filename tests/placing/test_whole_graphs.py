@@ -122,8 +122,14 @@ def wukong_with_block_norms() -> nn.Module:
     return build("wukong", "tiny", style=Style(norm="block", tower_norm="block", bias=False))
 
 
+def several_on_this_torch() -> nn.Module:
+    if torch.__version__ < (2, 12):  # type: ignore[operator]
+        pytest.skip("torch 2.11 fails with an assertion of its own on a linear that a forward calls twice, with dynamic=True")
+    return Several()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "shape"), [(Several, (64,)), (wukong_with_block_norms, (16, 16))])
+@pytest.mark.parametrize(("make", "shape"), [(several_on_this_torch, (64,)), (wukong_with_block_norms, (16, 16))])
 def test_training_with_dynamic_shapes(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     """To torch.compile(dynamic=True) numbers of objects and modules are variables, which two autograd functions cannot share."""
     torch.manual_seed(0)

@@ -219,13 +219,12 @@ def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Bloc
     """
     if block == TENSOR or len(shape) == 0:
         return scale
-    rows, cols = _extents(shape, block)
-    full_rows, full_cols = _last_two(shape)
     scale = scale if len(shape) >= 2 else scale.reshape(1, -1)
-    if rows > 1:
-        scale = scale.repeat_interleave(rows, dim=-2)[..., :full_rows, :]
-    if cols > 1 and scale.shape[-1] > 1:  # a single column of scales broadcasts by itself
-        scale = scale.repeat_interleave(cols, dim=-1)[..., :full_cols]
+    # a single row or column of scales broadcasts by itself
+    if block.rows not in (1, WHOLE) and scale.shape[-2] > 1:
+        scale = scale.repeat_interleave(block.rows, dim=-2)[..., : shape[-2], :]
+    if block.cols not in (1, WHOLE) and scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(block.cols, dim=-1)[..., : shape[-1]]
     return scale if len(shape) >= 2 else scale.reshape(-1)
 
 

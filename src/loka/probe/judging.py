@@ -5,8 +5,9 @@ runs a step on the inputs of sampled calls (`loka.placing.judging`).
 
 Every call of a chain is judged at its shape. The products of linears by themselves, and the quantizers of operands that
 are no transposes, are judged at theirs with each candidate (`loka.probe.engine`). What is left is what only a step
-runs, as the pass that quantizes a tensor and its transpose, or a weight gradient in float32. Its kernels are compiled for nothing else, so it is judged at the
-largest linear, and at the largest of those whose sides are no multiples of 16: their verdicts are those of the others.
+runs, as the pass that quantizes a tensor and its transpose, or a weight gradient in float32. Its kernels are compiled
+for nothing else, so it is judged at the largest linear, and at the largest of those whose sides are no multiples of 16:
+their verdicts are those of the others.
 
 A model that is converted already is not judged: the plan that did it was, and a step would change its scales. Neither
 is one whose forward is a call of all ranks, which may come to different verdicts and wait for each other.
