@@ -124,7 +124,9 @@ def wukong_with_block_norms() -> nn.Module:
 
 def several_on_this_torch() -> nn.Module:
     if torch.__version__ < (2, 13):  # type: ignore[operator]
-        pytest.skip("torch before 2.13 fails with an assertion of its own on a linear that a forward calls twice, with dynamic=True")
+        pytest.skip(
+            "torch before 2.13 fails with an assertion of its own on a linear that a forward calls twice, with dynamic=True"
+        )
     return Several()
 
 

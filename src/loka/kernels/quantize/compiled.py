@@ -68,9 +68,8 @@ def run(
         return q, None
     if q is not None and _shares_codes(spec, transpose, scale, transpose_scale):
         return q, QTensor(_transpose(q.data), q.scale, transpose)
-    given = transpose_scale if transpose_scale is None or transpose.block == TENSOR else transpose_scale.t()
-    data, made = _quantize(x, transpose.transposed, given, align=False)
-    return q, QTensor(_transpose(data), made if made.dim() == 0 else made.t(), transpose)
+    data, made = _quantize(x, transpose, transpose_scale, turned=True)
+    return q, QTensor(_transpose(data), made, transpose)
 
 
 def _shares_codes(spec: Spec | None, transpose: Spec, scale: Tensor | None, transpose_scale: Tensor | None) -> bool:
@@ -78,11 +77,16 @@ def _shares_codes(spec: Spec | None, transpose: Spec, scale: Tensor | None, tran
     return spec == transpose and spec.block == TENSOR and scale is transpose_scale
 
 
-def _quantize(x: Tensor, spec: Spec, scale: Tensor | None, *, align: bool = True) -> tuple[Tensor, Tensor]:
-    """Return FP8 data in x's layout, and its scales in the shape of `formats.scale_shape`."""
+def _quantize(x: Tensor, spec: Spec, scale: Tensor | None, *, turned: bool = False) -> tuple[Tensor, Tensor]:
+    """Return FP8 data in x's layout, and its scales in the shape of `formats.scale_shape`.
+
+    `turned`: the spec and the scales are those of the transpose. (A transposed spec cannot be made here: torch 2.11 does
+    not compile the construction of one.)
+    """
     m, k = x.shape
-    rows = m if spec.block.rows == WHOLE else min(spec.block.rows, m)
-    columns = k if spec.block.cols == WHOLE else min(spec.block.cols, k)
+    high_block, wide_block = (spec.block.cols, spec.block.rows) if turned else (spec.block.rows, spec.block.cols)
+    rows = m if high_block == WHOLE else min(high_block, m)
+    columns = k if wide_block == WHOLE else min(wide_block, k)
     wide = x.float()
     if m % rows or k % columns:
         wide = F.pad(wide, (0, -k % columns, 0, -m % rows))
@@ -93,13 +97,16 @@ def _quantize(x: Tensor, spec: Spec, scale: Tensor | None, *, align: bool = True
         amax = torch.where(finite, blocks.abs(), 0.0).amax(dim=(1, 3), keepdim=True)
         made = scale_from_amax(amax, spec)
     else:
-        made = scale.detach().to(x.device, torch.float32).reshape(high, 1, broad, 1)
+        given = scale.detach().to(x.device, torch.float32)
+        made = (given.t() if turned and given.dim() == 2 else given).reshape(high, 1, broad, 1)
     largest = spec.format.max
     scaled = (blocks * (1.0 / made.clamp(min=smallest_scale()))).clamp(-largest, largest)
     special = blocks if spec.format.has_inf else torch.full_like(blocks, torch.nan)
     values = torch.where(finite, scaled, special).reshape(wide.shape)
-    values = _pad_columns(values) if align else values
-    return values.to(spec.format.dtype)[:m, :k], made.reshape(scale_shape(x.shape, spec.block))
+    values = values if turned else _pad_columns(values)
+    if turned:
+        made = made.reshape(high, broad).t()
+    return values.to(spec.format.dtype)[:m, :k], made.reshape(scale_shape((k, m) if turned else (m, k), spec.block))
 
 
 def _pad_columns(values: Tensor) -> Tensor:
