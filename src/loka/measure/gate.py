@@ -36,7 +36,6 @@ checked on two sets and a part of the rows.
 
 import copy
 import math
-import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +71,7 @@ from loka.records.prose import spell_error
 
 T = TypeVar("T")
 KEPT = 1 << 25  # elements of exact results cached between rounds
-SHARED = 1 << 27  # elements of an exact result that several backends are compared with one after the other
+SHARED = 1 << 27  # elements of a result up to which backends are judged side by side, which keeps results of each
 ANSWERS = 4096
 OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows", "alike_rows")
 OTHER_ROUNDS = 6
@@ -158,7 +157,7 @@ def judge_products(
     device = torch.device(device)
     keys = {id(b): _key("scaled_mm", b, call, device, moved) for b in backends}
     new = [b for b in backends if keys[id(b)] not in _ANSWERS and not _is_reference(b) and b.supports(call, device)]
-    if len(new) > 1:
+    if len(new) > 1 and call.m * call.n <= SHARED:
         with _exactly(device.type):
             found = _judge_matmuls(new, call, device, moved=moved)
         for backend, verdict in zip(new, found, strict=True):
@@ -299,18 +298,17 @@ def _fill_memory(round_: Round, size: int, device: torch.device) -> AbstractCont
     return poisoned_allocations() if round_.poison else nullcontext()
 
 
-def _call(run: Callable[[], Any], device: torch.device, *, elsewhere: bool) -> Any:
-    """Call a kernel, from another thread and stream if `elsewhere`."""
-    if not elsewhere:
+def _other_thread() -> ThreadPoolExecutor:
+    """Return a new thread for such calls, of one judged kernel: what others left in their threads is not in it."""
+    return ThreadPoolExecutor(1, "judge-elsewhere")
+
+
+def _call(run: Callable[[], Any], device: torch.device, elsewhere: ThreadPoolExecutor | None) -> Any:
+    """Call a kernel, from another thread and stream if one is given."""
+    if elsewhere is None:
         return run()
     here = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    return _other_thread(os.getpid()).submit(_call_after, here, run, device).result()
-
-
-@lru_cache
-def _other_thread(process: int) -> ThreadPoolExecutor:
-    """Return the thread of such calls, one for each process: a child that was forked has none of its parent's."""
-    return ThreadPoolExecutor(1, "judge-elsewhere")
+    return elsewhere.submit(_call_after, here, run, device).result()
 
 
 @torch.no_grad()
@@ -370,7 +368,7 @@ class _Operands:
 
     def __init__(self, call: MatmulCall, device: torch.device, backends: int) -> None:
         self._for_all_rounds = len(MATMUL_SETS) * call.m * call.n <= KEPT
-        keep = self._for_all_rounds or (backends > 1 and call.m * call.n <= SHARED)
+        keep = self._for_all_rounds or backends > 1
         self.sets = sets = _OnDemand(lambda name: matmul_set(call, name, seed=0, device=device))
         # not by way of `self`: in a cycle, all of it would stay in memory until Python looks for cycles
         self.products = _OnDemand(lambda name: Product(sets[name].a, sets[name].b, keep=keep))
@@ -382,19 +380,33 @@ class _Operands:
 
 
 class _MatmulTrial:
-    """The state of judging one backend of scaled_mm."""
+    """The state of judging one backend of scaled_mm.
 
-    def __init__(self, backend: Any, call: MatmulCall, device: torch.device, operands: _Operands) -> None:
+    Args:
+        backend: the backend.
+        call: the product.
+        device: the device to run on.
+        operands: those of the product.
+        thread: the other thread that some calls come from.
+    """
+
+    def __init__(
+        self, backend: Any, call: MatmulCall, device: torch.device, operands: _Operands, thread: ThreadPoolExecutor
+    ) -> None:
         self.backend, self.call, self.device = backend, call, device
         self.sets, self.products, self.allowed = operands.sets, operands.products, allow(call)
         self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
         self.first: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+        self._thread = thread
 
     def step(self, number: int, round_: Round, name: str) -> Conformance:
         """Run and judge one call."""
         chosen = self.sets[name]
         with _fill_memory(round_, self.call.m * self.call.n, self.device):
             out, a, b, beside = self._run(chosen, round_, number)
+        # Until the next set: the next backend, which must compute the same, might get memory that has it already.
+        self.last = out
         known = self.first.get(name)
         pairs = [(a.data, chosen.a.data), (b.data, chosen.b.data), (a.scale, chosen.a.scale), (b.scale, chosen.b.scale)]
         *same, as_before = all_unchanged([*pairs, (out, out if known is None else known)])
@@ -433,7 +445,7 @@ class _MatmulTrial:
         around = Surroundings(a.data, a.scale, b.data, b.scale)
         weight = prepare_for(self.backend, b, a.spec) if round_ is not FRESH and number % 2 == 0 else b
         run = partial(self.backend.run, a, weight, out_dtype=self.call.out_dtype, fast_accum=self.call.fast_accum)
-        out = _call(run, self.device, elsewhere=round_.is_elsewhere(number))
+        out = _call(run, self.device, self._thread if round_.is_elsewhere(number) else None)
         return out, a, b, around.changed()
 
 
@@ -454,23 +466,29 @@ def _judge_matmuls(
 ) -> list[Conformance | Exception]:
     """Judge backends side by side: each set is shown to all of them before the next one is made."""
     operands = _Operands(call, device, len(backends))
-    trials = [_MatmulTrial(backend, call, device, operands) for backend in backends]
-    worst, ended = [0.0] * len(trials), dict[int, Conformance | Exception]()
-    for number, round_, name in _steps(backends[0], MATMUL_SETS, moved=moved):
-        for at, trial in enumerate(trials):
-            if at in ended:
-                continue
-            try:
-                verdict = trial.step(number, round_, name)
-            except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-                ended[at] = error
-                continue
-            worst[at] = max(worst[at], verdict.error)
-            if not verdict:
-                reason = _describe(round_, number, name, verdict.reason)
-                ended[at] = Conformance(False, verdict.error, trial.allowed, reason)
-        operands.leave(name)
+    worst, ended = [0.0] * len(backends), dict[int, Conformance | Exception]()
+    with ExitStack() as threads:
+        trials = [
+            _MatmulTrial(backend, call, device, operands, threads.enter_context(_other_thread()))
+            for backend in backends
+        ]
+        for number, round_, name in _steps(backends[0], MATMUL_SETS, moved=moved):
+            for at, trial in enumerate(trials):
+                if at in ended:
+                    continue
+                try:
+                    verdict = trial.step(number, round_, name)
+                except Exception as error:
+                    traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
+                    ended[at] = error
+                else:
+                    worst[at] = max(worst[at], verdict.error)
+                    if not verdict:
+                        reason = _describe(round_, number, name, verdict.reason)
+                        ended[at] = Conformance(False, verdict.error, trial.allowed, reason)
+                if at in ended:
+                    trial.first.clear()  # of no use any more
+            operands.leave(name)
     return [ended.get(at, Conformance(True, worst[at], trial.allowed)) for at, trial in enumerate(trials)]
 
 
@@ -484,22 +502,23 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device, *, m
     )
     options = _OnDemand(lambda name: options_of(call, inputs_[name]))
     expected = _OnDemand(lambda name: _make_checks(call.spec, inputs_[name], options[name]))
-    for number, round_, name in _steps(backend, QUANTIZE_SETS, moved=moved):
-        x = arrangement.put(inputs_[name], round_.place, number, role="x")
-        around = Surroundings(x)
-        with _fill_memory(round_, call.m * call.k, device):
-            run = partial(backend.run, x, call.spec, **options[name])
-            found = _call(run, device, elsewhere=round_.is_elsewhere(number))
-        wanted = expected[name]
-        given, *same = all_unchanged([(x, inputs_[name]), *_parts_of(found, wanted)])
-        for q, check in () if same and all(same) else zip(found, wanted, strict=True):
-            verdict = check_quantized(q, check) if isinstance(check, QTensor) else check(q) if check else None
-            if verdict is not None and not verdict:
-                return Conformance(False, verdict.error, 0.0, _describe(round_, number, name, verdict.reason))
-        if not given:
-            return Conformance.failed(_describe(round_, number, name, "it writes into its input"))
-        if around.changed():
-            return Conformance.failed(_describe(round_, number, name, "it writes beside its input"))
+    with _other_thread() as thread:
+        for number, round_, name in _steps(backend, QUANTIZE_SETS, moved=moved):
+            x = arrangement.put(inputs_[name], round_.place, number, role="x")
+            around = Surroundings(x)
+            with _fill_memory(round_, call.m * call.k, device):
+                run = partial(backend.run, x, call.spec, **options[name])
+                found = _call(run, device, thread if round_.is_elsewhere(number) else None)
+            wanted = expected[name]
+            given, *same = all_unchanged([(x, inputs_[name]), *_parts_of(found, wanted)])
+            for q, check in () if same and all(same) else zip(found, wanted, strict=True):
+                verdict = check_quantized(q, check) if isinstance(check, QTensor) else check(q) if check else None
+                if verdict is not None and not verdict:
+                    return Conformance(False, verdict.error, 0.0, _describe(round_, number, name, verdict.reason))
+            if not given:
+                return Conformance.failed(_describe(round_, number, name, "it writes into its input"))
+            if around.changed():
+                return Conformance.failed(_describe(round_, number, name, "it writes beside its input"))
     return Conformance(True, 0.0, 0.0)
 
 
