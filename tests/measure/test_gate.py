@@ -364,6 +364,19 @@ def test_no_backend_gets_the_memory_of_anothers_right_result() -> None:
     assert all(kept)
 
 
+def test_a_backend_that_is_named_twice_is_judged_once() -> None:
+    calls = 0
+
+    def counted(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return right(a, b, **options)
+
+    one = backend(counted)
+    assert all(judge_products([one, backend(right), one], call(), "cpu"))
+    assert calls == 39
+
+
 def test_large_results_of_several_backends_are_not_kept_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

@@ -156,12 +156,13 @@ def judge_products(
     """
     device = torch.device(device)
     keys = {id(b): _key("scaled_mm", b, call, device, moved) for b in backends}
-    new = [b for b in backends if keys[id(b)] not in _ANSWERS and not _is_reference(b) and b.supports(call, device)]
+    able = [b for b in backends if keys[id(b)] not in _ANSWERS and not _is_reference(b) and b.supports(call, device)]
+    new = {keys[id(b)]: b for b in able}  # each once: engines may share a backend
     if len(new) > 1 and call.m * call.n <= SHARED:
         with _exactly(device.type):
-            found = _judge_matmuls(new, call, device, moved=moved)
-        for backend, verdict in zip(new, found, strict=True):
-            _judge_cached(keys[id(backend)], partial(_reveal, verdict), backend, device)
+            found = _judge_matmuls(list(new.values()), call, device, moved=moved)
+        for (key, backend), verdict in zip(new.items(), found, strict=True):
+            _judge_cached(key, partial(_reveal, verdict), backend, device)
     return [judge_backend("scaled_mm", backend, call, device, moved=moved) for backend in backends]
 
 
