@@ -105,6 +105,20 @@ def test_what_is_not_finite_must_be_where_the_law_has_it() -> None:
     assert "expected" in compare_product(y[:5].to(dtype), product, allowed=ALLOWED, dtype=dtype).reason
 
 
+def test_an_infinite_result_must_be_infinite() -> None:
+    call = parse_variant("e5m2:row@e4m3:row", SHAPE)
+    a, b = matmul_operands(call)
+    elements = decode(a.data, a.spec.format)
+    elements[7, 3] = torch.inf
+    product = Product(replace(a, data=elements.to(a.data.dtype)), b, keep=False)
+    ((_, exact),) = product.slabs()
+    right = exact.y.to(call.out_dtype)
+    assert right[7].isinf().any()
+    wrong = torch.where(right.isinf(), 1.0, right)
+    assert compare_product(right, product, allowed=ALLOWED, dtype=call.out_dtype)
+    assert "overflow differently" in compare_product(wrong, product, allowed=ALLOWED, dtype=call.out_dtype).reason
+
+
 def test_equal_rows_are_judged_by_elements_alone() -> None:
     y, product, dtype = make()
     out = (y + 2 * ALLOWED * torch.hypot(y, y)).to(dtype)  # an error many elements share, none too large

@@ -364,6 +364,20 @@ def test_no_backend_gets_the_memory_of_anothers_right_result() -> None:
     assert all(kept)
 
 
+def test_a_kernel_that_writes_into_an_earlier_result_is_refused() -> None:
+    returned: list[Tensor] = []
+
+    def late(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        if returned:
+            returned[-1].zero_()
+        returned.append(right(a, b, **options))
+        return returned[-1]
+
+    verdict = judge(late)
+    assert not verdict
+    assert "it writes into a result that it has returned earlier" in verdict.reason
+
+
 def test_a_backend_that_is_named_twice_is_judged_once() -> None:
     calls = 0
 

@@ -162,7 +162,7 @@ def _find_misplaced(out: Tensor, exact: Law, allowed: float, start: int) -> str 
     infinite = out.isinf()
     for what, wrong in (
         ("differ in being NaN", out.isnan() != y.isnan()),
-        ("overflow differently", (y.abs() - room > limit) & ~infinite),
+        ("overflow differently", (y.isinf() | (y.abs() - room > limit)) & ~infinite),
         ("overflow differently", (y.abs() + room < limit) & infinite),
         ("overflow differently", infinite & (out.sign() != y.sign())),
     ):

@@ -422,11 +422,18 @@ class _MatmulTrial:
             return Conformance.failed(reason, self.allowed)
         if known is not None and as_before:
             return Conformance(True, 0.0, self.allowed)
-        verdict = compare_product(
-            out, self.products[name], allowed=self.allowed, dtype=self.call.out_dtype, alike=chosen.alike
+        compare = partial(
+            compare_product,
+            exact=self.products[name],
+            allowed=self.allowed,
+            dtype=self.call.out_dtype,
+            alike=chosen.alike,
         )
+        verdict = compare(out)
         if verdict and known is None:
             self.first[name] = out
+        elif verdict and known is not None and not compare(known):  # it was right when it was returned
+            return Conformance.failed("it writes into a result that it has returned earlier", self.allowed)
         return verdict
 
     def _run(self, chosen: OperandSet, round_: Round, number: int) -> tuple[Tensor, QTensor, QTensor, bool]:
