@@ -378,6 +378,27 @@ def test_a_kernel_that_writes_into_an_earlier_result_is_refused() -> None:
     assert "it writes into a result that it has returned earlier" in verdict.reason
 
 
+def test_backends_that_have_too_little_memory_together_are_judged_one_by_one() -> None:
+    rivals: list[Tensor] = []
+
+    def greedy(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        if rivals:
+            raise torch.OutOfMemoryError("no room for both")
+        return right(a, b, **options)
+
+    def large(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        rivals.append(y := right(a, b, **options))
+        return y
+
+    backends = [backend(greedy), backend(large)]
+    verdicts = judge_products(backends, call(), "cpu")
+    assert verdicts[0].raised
+    assert "no room for both" in verdicts[0].reason
+    assert verdicts[1]
+    rivals.clear()
+    assert judge_backend("scaled_mm", backends[0], call(), "cpu")  # it was not remembered
+
+
 def test_a_backend_that_is_named_twice_is_judged_once() -> None:
     calls = 0
 
@@ -430,6 +451,28 @@ def test_a_kernel_may_itself_have_a_kernel_judged() -> None:
         return right(a, b, **options)
 
     assert judge(careful, call(m=9, k=16, n=8))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_no_operand_outlives_a_kernel_that_raises(together: bool) -> None:
+    made = []
+
+    def raising(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        made.extend((weakref.ref(a.data), weakref.ref(b.data)))
+        if len(made) > 20:
+            raise RuntimeError("no kernel for this")
+        made.append(weakref.ref(y := right(a, b, **options)))
+        return y
+
+    gc.collect()
+    gc.disable()
+    try:
+        backends = [backend(raising), *([backend(right)] if together else [])]
+        assert judge_products(backends, call(), "cpu")[0].raised
+        assert len(made) > 20
+        assert not any(left() is not None for left in made)
+    finally:
+        gc.enable()
 
 
 def test_the_same_question_is_asked_once() -> None:

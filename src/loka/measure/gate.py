@@ -36,10 +36,9 @@ checked on two sets and a part of the rows.
 
 import copy
 import math
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
@@ -159,10 +158,10 @@ def judge_products(
     able = [b for b in backends if keys[id(b)] not in _ANSWERS and not _is_reference(b) and b.supports(call, device)]
     new = {keys[id(b)]: b for b in able}  # each once: engines may share a backend
     if len(new) > 1 and call.m * call.n <= SHARED:
-        with _exactly(device.type):
+        with suppress(torch.OutOfMemoryError), _exactly(device.type):  # one at a time, they may have enough memory
             found = _judge_matmuls(list(new.values()), call, device, moved=moved)
-        for (key, backend), verdict in zip(new.items(), found, strict=True):
-            _judge_cached(key, partial(_reveal, verdict), backend, device)
+            for (key, backend), verdict in zip(new.items(), found, strict=True):
+                _remember(key, verdict, backend)
     return [judge_backend("scaled_mm", backend, call, device, moved=moved) for backend in backends]
 
 
@@ -212,19 +211,28 @@ def _judge_cached(
     key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any, device: torch.device
 ) -> Conformance:
     """Return the cached verdict, or judge and cache it. The subject is kept alive so that its id is not reused."""
-    known = _ANSWERS.get(key)
-    if known is None:
-        try:
-            with _exactly(device.type):
-                verdict = judge()
-        except Exception as error:  # a backend that raises fails the check
-            verdict = Conformance(False, math.inf, 0.0, spell_error(error), raised=True)
-            if isinstance(error, torch.OutOfMemoryError):  # there may be more memory the next time
-                return verdict
-        if len(_ANSWERS) >= ANSWERS:
-            _ANSWERS.clear()
-        known = _ANSWERS[key] = (verdict, subject)
-    return known[0]
+    if key in _ANSWERS:
+        return _ANSWERS[key][0]
+    try:
+        with _exactly(device.type):
+            verdict = judge()
+    except torch.OutOfMemoryError as error:  # there may be more memory the next time
+        return _refuse_raising(error)
+    except Exception as error:
+        verdict = _refuse_raising(error)
+    _remember(key, verdict, subject)
+    return verdict
+
+
+def _remember(key: tuple[Any, ...], verdict: Conformance, subject: Any) -> None:
+    if len(_ANSWERS) >= ANSWERS:
+        _ANSWERS.clear()
+    _ANSWERS[key] = (verdict, subject)
+
+
+def _refuse_raising(error: Exception) -> Conformance:
+    """Return the verdict on a backend that raises."""
+    return Conformance(False, math.inf, 0.0, spell_error(error), raised=True)
 
 
 @contextmanager
@@ -458,23 +466,20 @@ class _MatmulTrial:
 
 
 def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device, *, moved: bool) -> Conformance:
-    (found,) = _judge_matmuls([backend], _shrink_reference_call(backend, call), device, moved=moved)
-    return _reveal(found)
-
-
-def _reveal(found: Conformance | Exception) -> Conformance:
-    if isinstance(found, Exception):
-        raise found
-    return found
+    (verdict,) = _judge_matmuls([backend], _shrink_reference_call(backend, call), device, moved=moved)
+    return verdict
 
 
 @torch.no_grad()
 def _judge_matmuls(
     backends: Sequence[Any], call: MatmulCall, device: torch.device, *, moved: bool
-) -> list[Conformance | Exception]:
-    """Judge backends side by side: each set is shown to all of them before the next one is made."""
+) -> list[Conformance]:
+    """Judge backends side by side: each set is shown to all of them before the next one is made.
+
+    Too little memory is raised: it may be the other backends that take it.
+    """
     operands = _Operands(call, device, len(backends))
-    worst, ended = [0.0] * len(backends), dict[int, Conformance | Exception]()
+    worst, ended = [0.0] * len(backends), dict[int, Conformance]()
     with ExitStack() as threads:
         trials = [
             _MatmulTrial(backend, call, device, operands, threads.enter_context(_other_thread()))
@@ -486,9 +491,10 @@ def _judge_matmuls(
                     continue
                 try:
                     verdict = trial.step(number, round_, name)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as error:
-                    traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-                    ended[at] = error
+                    ended[at] = _refuse_raising(error)  # not the error itself: its frames hold tensors
                 else:
                     worst[at] = max(worst[at], verdict.error)
                     if not verdict:
