@@ -1,5 +1,7 @@
 """Every element of a product is compared: errors of any shape are found, rounding and hardware sums are not errors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,22 @@ def test_the_exact_product_is_the_laws() -> None:
     assert start == 0
     assert torch.allclose(exact.y, expected.y, rtol=1e-12, atol=1e-12)
     assert torch.allclose(exact.terms.double(), expected.terms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["e4m3:row@e4m3:row|float32", "e4m3:1x32:e8m0@e4m3:1x32:e8m0|float32"])
+@pytest.mark.parametrize("factor", [2.0**-118, 2.0**118])
+def test_scales_that_make_up_for_one_another_hide_no_error(variant: str, factor: float) -> None:
+    call = parse_variant(variant, SHAPE)
+    a, b = matmul_operands(call)
+    far = [replace(q, scale=q.scale * times) for q, times in ((a, factor), (b, 1 / factor))]
+    (_, expected), (_, exact) = (next(Product(x, y, keep=False).slabs()) for x, y in ((a, b), far))
+    assert torch.allclose(exact.terms, expected.terms, rtol=1e-5)
+    right = exact.y.float()
+    wrong = right.clone()
+    wrong[3] *= 1.1
+    product = Product(*far, keep=False)
+    assert compare_product(right, product, allowed=ALLOWED, dtype=call.out_dtype)
+    assert not compare_product(wrong, product, allowed=ALLOWED, dtype=call.out_dtype)
 
 
 @pytest.mark.parametrize("variant", ["e4m3:row@e4m3:row", "e4m3:row@e4m3:row|float16", "e4m3:row@e4m3:row|float32"])
@@ -85,6 +103,20 @@ def test_what_is_not_finite_must_be_where_the_law_has_it() -> None:
         out[3, 4] = value
         assert "[3, 4]" in compare_product(out, product, allowed=ALLOWED, dtype=dtype).reason
     assert "expected" in compare_product(y[:5].to(dtype), product, allowed=ALLOWED, dtype=dtype).reason
+
+
+def test_an_infinite_result_must_be_infinite() -> None:
+    call = parse_variant("e5m2:row@e4m3:row", SHAPE)
+    a, b = matmul_operands(call)
+    elements = decode(a.data, a.spec.format)
+    elements[7, 3] = torch.inf
+    product = Product(replace(a, data=elements.to(a.data.dtype)), b, keep=False)
+    ((_, exact),) = product.slabs()
+    right = exact.y.to(call.out_dtype)
+    assert right[7].isinf().any()
+    wrong = torch.where(right.isinf(), 1.0, right)
+    assert compare_product(right, product, allowed=ALLOWED, dtype=call.out_dtype)
+    assert "overflow differently" in compare_product(wrong, product, allowed=ALLOWED, dtype=call.out_dtype).reason
 
 
 def test_equal_rows_are_judged_by_elements_alone() -> None:

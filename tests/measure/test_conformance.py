@@ -1,6 +1,7 @@
 """The gate lets a correct kernel pass and stops the bugs real libraries have had. CPU, emulated tensor cores."""
 
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -163,6 +164,18 @@ def test_poison_fills_and_restores() -> None:
         assert torch.empty(1000).isnan().all()
         assert torch.empty(1000, dtype=torch.bfloat16).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_poison_of_two_threads_ends_with_the_last_of_them() -> None:
+    """Blocks that overlap, as those of threads do, end in the order in which they began."""
+    before = torch.get_deterministic_debug_mode(), list(warnings.filters)
+    first, second = poisoned_allocations(), poisoned_allocations()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert bool(torch.empty(64).isnan().all())
+    second.__exit__(None, None, None)
+    assert (torch.get_deterministic_debug_mode(), list(warnings.filters)) == before
 
 
 def test_one_garbage_element_is_caught() -> None:

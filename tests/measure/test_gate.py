@@ -20,7 +20,7 @@ from loka.kernels.scaled_mm import reference
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import gate, judge_backend, judge_quantizer
 from loka.measure.adapter import adapter_for, parse_variant
-from loka.measure.gate import forget_answers
+from loka.measure.gate import forget_answers, judge_products
 
 from .hopper import Hopper
 
@@ -318,6 +318,158 @@ def test_judging_leaves_no_operands_in_memory(monkeypatch: pytest.MonkeyPatch) -
     try:
         assert judge(right)
         assert made
+        assert not any(left() is not None for left in made)
+    finally:
+        gc.enable()
+
+
+def test_backends_are_judged_side_by_side_as_alone() -> None:
+    def raising(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        raise RuntimeError("no kernel for this")
+
+    def writing(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        y = right(a, b, **options)
+        a.scale.mul_(2)
+        return y
+
+    def twice(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        return 2 * right(a, b, **options)
+
+    for order in ((right, raising, writing, twice), (twice, writing, raising, right)):
+        backends = [backend(run) for run in order]
+        together = judge_products(backends, call(), "cpu")
+        cached = [judge_backend("scaled_mm", one, call(), "cpu") for one in backends]
+        assert all(a is b for a, b in zip(together, cached, strict=True))
+        forget_answers()
+        alone = [judge_backend("scaled_mm", one, call(), "cpu") for one in backends]
+        assert together == alone
+        assert [run for run, verdict in zip(order, together, strict=True) if verdict] == [right]
+
+
+def test_no_backend_gets_the_memory_of_anothers_right_result() -> None:
+    before: list[weakref.ref[Tensor]] = []
+    kept = []
+
+    def first(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        y = right(a, b, **options)
+        before.append(weakref.ref(y))
+        return y
+
+    def second(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        kept.append(before[-1]() is not None)
+        return right(a, b, **options)
+
+    assert all(judge_products([backend(first), backend(second)], call(), "cpu"))
+    assert len(kept) == 39
+    assert all(kept)
+
+
+def test_a_kernel_that_writes_into_an_earlier_result_is_refused() -> None:
+    returned: list[Tensor] = []
+
+    def late(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        if returned:
+            returned[-1].zero_()
+        returned.append(right(a, b, **options))
+        return returned[-1]
+
+    verdict = judge(late)
+    assert not verdict
+    assert "it writes into a result that it has returned earlier" in verdict.reason
+
+
+def test_backends_that_have_too_little_memory_together_are_judged_one_by_one() -> None:
+    rivals: list[Tensor] = []
+
+    def greedy(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        if rivals:
+            raise torch.OutOfMemoryError("no room for both")
+        return right(a, b, **options)
+
+    def large(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        rivals.append(y := right(a, b, **options))
+        return y
+
+    backends = [backend(greedy), backend(large)]
+    verdicts = judge_products(backends, call(), "cpu")
+    assert verdicts[0].raised
+    assert "no room for both" in verdicts[0].reason
+    assert verdicts[1]
+    rivals.clear()
+    assert judge_backend("scaled_mm", backends[0], call(), "cpu")  # it was not remembered
+
+
+def test_a_backend_that_is_named_twice_is_judged_once() -> None:
+    calls = 0
+
+    def counted(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return right(a, b, **options)
+
+    one = backend(counted)
+    assert all(judge_products([one, backend(right), one], call(), "cpu"))
+    assert calls == 39
+
+
+def test_large_results_of_several_backends_are_not_kept_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def named(name: str) -> Any:
+        def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+            asked.append(name)
+            return right(a, b, **options)
+
+        return backend(run)
+
+    monkeypatch.setattr(gate, "SHARED", call().m * call().n - 1)
+    assert all(judge_products([named("a"), named("b")], call(), "cpu"))
+    assert asked == sorted(asked)
+
+
+def test_every_judged_kernel_is_called_from_a_thread_that_is_new() -> None:
+    known = threading.local()
+    known.here = True
+
+    def wrong_at_first(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        new = not hasattr(known, "here")
+        known.here = True
+        return right(a, b, **options) * (2 if new else 1)
+
+    kernel = backend(wrong_at_first)
+    for m in (96, 97):
+        verdict = judge_backend("scaled_mm", kernel, call(m=m), "cpu")
+        assert not verdict
+        assert "called from another thread" in verdict.reason
+    assert not any(judge_products([kernel, backend(wrong_at_first)], call(m=98), "cpu"))
+    assert not [one for one in threading.enumerate() if one.name.startswith("judge-elsewhere")]
+
+
+def test_a_kernel_may_itself_have_a_kernel_judged() -> None:
+    def careful(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        assert judge_backend("scaled_mm", backend(right), call(m=8, k=16, n=8), "cpu")
+        return right(a, b, **options)
+
+    assert judge(careful, call(m=9, k=16, n=8))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_no_operand_outlives_a_kernel_that_raises(together: bool) -> None:
+    made = []
+
+    def raising(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        made.extend((weakref.ref(a.data), weakref.ref(b.data)))
+        if len(made) > 20:
+            raise RuntimeError("no kernel for this")
+        made.append(weakref.ref(y := right(a, b, **options)))
+        return y
+
+    gc.collect()
+    gc.disable()
+    try:
+        backends = [backend(raising), *([backend(right)] if together else [])]
+        assert judge_products(backends, call(), "cpu")[0].raised
+        assert len(made) > 20
         assert not any(left() is not None for left in made)
     finally:
         gc.enable()

@@ -75,7 +75,9 @@ class Product:
         right, right_sizes, columns = self._right
         y = (left @ right.T).mul_(rows).mul_(columns.T)
         size = (left_sizes.square() @ right_sizes.square().T).sqrt_()
-        size.mul_(rows.abs().float()).mul_(columns.T.abs().float())
+        # in halves: a product of both may be in the range of float32 where neither factor times a size is
+        for half in (rows.abs().sqrt().float(), columns.T.abs().sqrt().float()) * 2:
+            size.mul_(half)
         return Law(y, torch.hypot(size, y.float()))
 
 
@@ -160,7 +162,7 @@ def _find_misplaced(out: Tensor, exact: Law, allowed: float, start: int) -> str 
     infinite = out.isinf()
     for what, wrong in (
         ("differ in being NaN", out.isnan() != y.isnan()),
-        ("overflow differently", (y.abs() - room > limit) & ~infinite),
+        ("overflow differently", (y.isinf() | (y.abs() - room > limit)) & ~infinite),
         ("overflow differently", (y.abs() + room < limit) & infinite),
         ("overflow differently", infinite & (out.sign() != y.sign())),
     ):

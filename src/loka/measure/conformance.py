@@ -36,9 +36,10 @@ time with torch filling every new allocation with NaN, so that an element it nev
 """
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -280,8 +281,36 @@ def _allowance(terms: Tensor, dims: tuple[int, ...]) -> Tensor:
 def poisoned_allocations() -> Iterator[None]:
     """Make torch fill every uninitialized floating-point allocation with NaN (its deterministic mode, C++ included).
 
-    Plans of ops are forgotten before and after: they allocate as they did when they were made.
+    Plans of ops are forgotten before and after: they allocate as they did when they were made. The mode belongs to the
+    process, so it is on while any thread is in such a block, and afterwards what it was before the first of them.
     """
+    with _poison.lock:
+        if not _poison.blocks:
+            _poison.undo.enter_context(_fill_with_nan())
+        _poison.blocks += 1
+    forget_plans()
+    try:
+        yield
+    finally:
+        with _poison.lock:
+            _poison.blocks -= 1
+            if not _poison.blocks:
+                _poison.undo.close()
+        forget_plans()
+
+
+class _Poison:
+    """How many blocks of `poisoned_allocations` are running, and what ends the mode after the last of them."""
+
+    def __init__(self) -> None:
+        self.lock, self.blocks, self.undo = threading.Lock(), 0, ExitStack()
+
+
+_poison = _Poison()
+
+
+@contextmanager
+def _fill_with_nan() -> Iterator[None]:
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
@@ -290,12 +319,10 @@ def poisoned_allocations() -> Iterator[None]:
             # ops without a deterministic implementation may run: only the fill matters
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-            forget_plans()
             yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode(mode)
-        forget_plans()
 
 
 def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None = None) -> Conformance:

@@ -36,11 +36,9 @@ checked on two sets and a part of the rows.
 
 import copy
 import math
-import os
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
@@ -72,7 +70,7 @@ from loka.records.prose import spell_error
 
 T = TypeVar("T")
 KEPT = 1 << 25  # elements of exact results cached between rounds
-SHARED = 1 << 27  # elements of an exact result that several backends are compared with one after the other
+SHARED = 1 << 27  # elements of a result up to which backends are judged side by side, which keeps results of each
 ANSWERS = 4096
 OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows", "alike_rows")
 OTHER_ROUNDS = 6
@@ -157,12 +155,13 @@ def judge_products(
     """
     device = torch.device(device)
     keys = {id(b): _key("scaled_mm", b, call, device, moved) for b in backends}
-    new = [b for b in backends if keys[id(b)] not in _ANSWERS and not _is_reference(b) and b.supports(call, device)]
-    if len(new) > 1:
-        with _exactly(device.type):
-            found = _judge_matmuls(new, call, device, moved=moved)
-        for backend, verdict in zip(new, found, strict=True):
-            _judge_cached(keys[id(backend)], partial(_reveal, verdict), backend, device)
+    able = [b for b in backends if keys[id(b)] not in _ANSWERS and not _is_reference(b) and b.supports(call, device)]
+    new = {keys[id(b)]: b for b in able}  # each once: engines may share a backend
+    if len(new) > 1 and call.m * call.n <= SHARED:
+        with suppress(torch.OutOfMemoryError), _exactly(device.type):  # one at a time, they may have enough memory
+            found = _judge_matmuls(list(new.values()), call, device, moved=moved)
+            for (key, backend), verdict in zip(new.items(), found, strict=True):
+                _remember(key, verdict, backend)
     return [judge_backend("scaled_mm", backend, call, device, moved=moved) for backend in backends]
 
 
@@ -212,19 +211,28 @@ def _judge_cached(
     key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any, device: torch.device
 ) -> Conformance:
     """Return the cached verdict, or judge and cache it. The subject is kept alive so that its id is not reused."""
-    known = _ANSWERS.get(key)
-    if known is None:
-        try:
-            with _exactly(device.type):
-                verdict = judge()
-        except Exception as error:  # a backend that raises fails the check
-            verdict = Conformance(False, math.inf, 0.0, spell_error(error), raised=True)
-            if isinstance(error, torch.OutOfMemoryError):  # there may be more memory the next time
-                return verdict
-        if len(_ANSWERS) >= ANSWERS:
-            _ANSWERS.clear()
-        known = _ANSWERS[key] = (verdict, subject)
-    return known[0]
+    if key in _ANSWERS:
+        return _ANSWERS[key][0]
+    try:
+        with _exactly(device.type):
+            verdict = judge()
+    except torch.OutOfMemoryError as error:  # there may be more memory the next time
+        return _refuse_raising(error)
+    except Exception as error:
+        verdict = _refuse_raising(error)
+    _remember(key, verdict, subject)
+    return verdict
+
+
+def _remember(key: tuple[Any, ...], verdict: Conformance, subject: Any) -> None:
+    if len(_ANSWERS) >= ANSWERS:
+        _ANSWERS.clear()
+    _ANSWERS[key] = (verdict, subject)
+
+
+def _refuse_raising(error: Exception) -> Conformance:
+    """Return the verdict on a backend that raises."""
+    return Conformance(False, math.inf, 0.0, spell_error(error), raised=True)
 
 
 @contextmanager
@@ -299,18 +307,17 @@ def _fill_memory(round_: Round, size: int, device: torch.device) -> AbstractCont
     return poisoned_allocations() if round_.poison else nullcontext()
 
 
-def _call(run: Callable[[], Any], device: torch.device, *, elsewhere: bool) -> Any:
-    """Call a kernel, from another thread and stream if `elsewhere`."""
-    if not elsewhere:
+def _other_thread() -> ThreadPoolExecutor:
+    """Return a new thread for such calls, of one judged kernel: what others left in their threads is not in it."""
+    return ThreadPoolExecutor(1, "judge-elsewhere")
+
+
+def _call(run: Callable[[], Any], device: torch.device, elsewhere: ThreadPoolExecutor | None) -> Any:
+    """Call a kernel, from another thread and stream if one is given."""
+    if elsewhere is None:
         return run()
     here = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    return _other_thread(os.getpid()).submit(_call_after, here, run, device).result()
-
-
-@lru_cache
-def _other_thread(process: int) -> ThreadPoolExecutor:
-    """Return the thread of such calls, one for each process: a child that was forked has none of its parent's."""
-    return ThreadPoolExecutor(1, "judge-elsewhere")
+    return elsewhere.submit(_call_after, here, run, device).result()
 
 
 @torch.no_grad()
@@ -370,7 +377,7 @@ class _Operands:
 
     def __init__(self, call: MatmulCall, device: torch.device, backends: int) -> None:
         self._for_all_rounds = len(MATMUL_SETS) * call.m * call.n <= KEPT
-        keep = self._for_all_rounds or (backends > 1 and call.m * call.n <= SHARED)
+        keep = self._for_all_rounds or backends > 1
         self.sets = sets = _OnDemand(lambda name: matmul_set(call, name, seed=0, device=device))
         # not by way of `self`: in a cycle, all of it would stay in memory until Python looks for cycles
         self.products = _OnDemand(lambda name: Product(sets[name].a, sets[name].b, keep=keep))
@@ -382,19 +389,33 @@ class _Operands:
 
 
 class _MatmulTrial:
-    """The state of judging one backend of scaled_mm."""
+    """The state of judging one backend of scaled_mm.
 
-    def __init__(self, backend: Any, call: MatmulCall, device: torch.device, operands: _Operands) -> None:
+    Args:
+        backend: the backend.
+        call: the product.
+        device: the device to run on.
+        operands: those of the product.
+        thread: the other thread that some calls come from.
+    """
+
+    def __init__(
+        self, backend: Any, call: MatmulCall, device: torch.device, operands: _Operands, thread: ThreadPoolExecutor
+    ) -> None:
         self.backend, self.call, self.device = backend, call, device
         self.sets, self.products, self.allowed = operands.sets, operands.products, allow(call)
         self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
         self.first: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+        self._thread = thread
 
     def step(self, number: int, round_: Round, name: str) -> Conformance:
         """Run and judge one call."""
         chosen = self.sets[name]
         with _fill_memory(round_, self.call.m * self.call.n, self.device):
             out, a, b, beside = self._run(chosen, round_, number)
+        # Until the next set: the next backend, which must compute the same, might get memory that has it already.
+        self.last = out
         known = self.first.get(name)
         pairs = [(a.data, chosen.a.data), (b.data, chosen.b.data), (a.scale, chosen.a.scale), (b.scale, chosen.b.scale)]
         *same, as_before = all_unchanged([*pairs, (out, out if known is None else known)])
@@ -409,11 +430,18 @@ class _MatmulTrial:
             return Conformance.failed(reason, self.allowed)
         if known is not None and as_before:
             return Conformance(True, 0.0, self.allowed)
-        verdict = compare_product(
-            out, self.products[name], allowed=self.allowed, dtype=self.call.out_dtype, alike=chosen.alike
+        compare = partial(
+            compare_product,
+            exact=self.products[name],
+            allowed=self.allowed,
+            dtype=self.call.out_dtype,
+            alike=chosen.alike,
         )
+        verdict = compare(out)
         if verdict and known is None:
             self.first[name] = out
+        elif verdict and known is not None and not compare(known):  # it was right when it was returned
+            return Conformance.failed("it writes into a result that it has returned earlier", self.allowed)
         return verdict
 
     def _run(self, chosen: OperandSet, round_: Round, number: int) -> tuple[Tensor, QTensor, QTensor, bool]:
@@ -433,44 +461,48 @@ class _MatmulTrial:
         around = Surroundings(a.data, a.scale, b.data, b.scale)
         weight = prepare_for(self.backend, b, a.spec) if round_ is not FRESH and number % 2 == 0 else b
         run = partial(self.backend.run, a, weight, out_dtype=self.call.out_dtype, fast_accum=self.call.fast_accum)
-        out = _call(run, self.device, elsewhere=round_.is_elsewhere(number))
+        out = _call(run, self.device, self._thread if round_.is_elsewhere(number) else None)
         return out, a, b, around.changed()
 
 
 def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device, *, moved: bool) -> Conformance:
-    (found,) = _judge_matmuls([backend], _shrink_reference_call(backend, call), device, moved=moved)
-    return _reveal(found)
-
-
-def _reveal(found: Conformance | Exception) -> Conformance:
-    if isinstance(found, Exception):
-        raise found
-    return found
+    (verdict,) = _judge_matmuls([backend], _shrink_reference_call(backend, call), device, moved=moved)
+    return verdict
 
 
 @torch.no_grad()
 def _judge_matmuls(
     backends: Sequence[Any], call: MatmulCall, device: torch.device, *, moved: bool
-) -> list[Conformance | Exception]:
-    """Judge backends side by side: each set is shown to all of them before the next one is made."""
+) -> list[Conformance]:
+    """Judge backends side by side: each set is shown to all of them before the next one is made.
+
+    Too little memory is raised: it may be the other backends that take it.
+    """
     operands = _Operands(call, device, len(backends))
-    trials = [_MatmulTrial(backend, call, device, operands) for backend in backends]
-    worst, ended = [0.0] * len(trials), dict[int, Conformance | Exception]()
-    for number, round_, name in _steps(backends[0], MATMUL_SETS, moved=moved):
-        for at, trial in enumerate(trials):
-            if at in ended:
-                continue
-            try:
-                verdict = trial.step(number, round_, name)
-            except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # frees the tensors its frames hold
-                ended[at] = error
-                continue
-            worst[at] = max(worst[at], verdict.error)
-            if not verdict:
-                reason = _describe(round_, number, name, verdict.reason)
-                ended[at] = Conformance(False, verdict.error, trial.allowed, reason)
-        operands.leave(name)
+    worst, ended = [0.0] * len(backends), dict[int, Conformance]()
+    with ExitStack() as threads:
+        trials = [
+            _MatmulTrial(backend, call, device, operands, threads.enter_context(_other_thread()))
+            for backend in backends
+        ]
+        for number, round_, name in _steps(backends[0], MATMUL_SETS, moved=moved):
+            for at, trial in enumerate(trials):
+                if at in ended:
+                    continue
+                try:
+                    verdict = trial.step(number, round_, name)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    ended[at] = _refuse_raising(error)  # not the error itself: its frames hold tensors
+                else:
+                    worst[at] = max(worst[at], verdict.error)
+                    if not verdict:
+                        reason = _describe(round_, number, name, verdict.reason)
+                        ended[at] = Conformance(False, verdict.error, trial.allowed, reason)
+                if at in ended:
+                    trial.first.clear()  # of no use any more
+            operands.leave(name)
     return [ended.get(at, Conformance(True, worst[at], trial.allowed)) for at, trial in enumerate(trials)]
 
 
@@ -484,22 +516,23 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device, *, m
     )
     options = _OnDemand(lambda name: options_of(call, inputs_[name]))
     expected = _OnDemand(lambda name: _make_checks(call.spec, inputs_[name], options[name]))
-    for number, round_, name in _steps(backend, QUANTIZE_SETS, moved=moved):
-        x = arrangement.put(inputs_[name], round_.place, number, role="x")
-        around = Surroundings(x)
-        with _fill_memory(round_, call.m * call.k, device):
-            run = partial(backend.run, x, call.spec, **options[name])
-            found = _call(run, device, elsewhere=round_.is_elsewhere(number))
-        wanted = expected[name]
-        given, *same = all_unchanged([(x, inputs_[name]), *_parts_of(found, wanted)])
-        for q, check in () if same and all(same) else zip(found, wanted, strict=True):
-            verdict = check_quantized(q, check) if isinstance(check, QTensor) else check(q) if check else None
-            if verdict is not None and not verdict:
-                return Conformance(False, verdict.error, 0.0, _describe(round_, number, name, verdict.reason))
-        if not given:
-            return Conformance.failed(_describe(round_, number, name, "it writes into its input"))
-        if around.changed():
-            return Conformance.failed(_describe(round_, number, name, "it writes beside its input"))
+    with _other_thread() as thread:
+        for number, round_, name in _steps(backend, QUANTIZE_SETS, moved=moved):
+            x = arrangement.put(inputs_[name], round_.place, number, role="x")
+            around = Surroundings(x)
+            with _fill_memory(round_, call.m * call.k, device):
+                run = partial(backend.run, x, call.spec, **options[name])
+                found = _call(run, device, thread if round_.is_elsewhere(number) else None)
+            wanted = expected[name]
+            given, *same = all_unchanged([(x, inputs_[name]), *_parts_of(found, wanted)])
+            for q, check in () if same and all(same) else zip(found, wanted, strict=True):
+                verdict = check_quantized(q, check) if isinstance(check, QTensor) else check(q) if check else None
+                if verdict is not None and not verdict:
+                    return Conformance(False, verdict.error, 0.0, _describe(round_, number, name, verdict.reason))
+            if not given:
+                return Conformance.failed(_describe(round_, number, name, "it writes into its input"))
+            if around.changed():
+                return Conformance.failed(_describe(round_, number, name, "it writes beside its input"))
     return Conformance(True, 0.0, 0.0)
 
 
