@@ -29,9 +29,8 @@ from loka.kernels.quantize import QuantizeCall, quantize
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.gate import judge_backend, judge_quantizer
 
-QUANTIZERS = {
-    name: partial(quantize, backend=name) for name in ("reference", "auto")
-}  # one object each: what they quantized is shared
+# one object each, so that engines share what they quantized
+QUANTIZERS = {name: partial(quantize, backend=name) for name in ("reference", "auto")}
 GATE_DTYPES = (torch.float32, torch.bfloat16)  # the dtypes of Probe's samples and of a model's activations
 
 

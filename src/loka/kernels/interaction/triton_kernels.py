@@ -267,9 +267,8 @@ def _plan_interact(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, k: int, n_l: int, n_f: int, project: bool, keep: bool
 ) -> _Plan:  # fmt: skip
     rows, n, d = shape
-    most = _PER_PROCESSOR * processors(
-        device
-    )  # what the kernel is compiled for, also where fewer programs are launched
+    # what the kernel is compiled for, also where fewer programs are launched
+    most = _PER_PROCESSOR * processors(device)
     blocks = (_padded(n), _padded(d), _padded(k), _padded(n_l), _padded(n_f))
     launch = bind(
         _interact, (min(rows, most),), rows, n, d, k, n_l, n_f, *blocks, _padded(cdiv(n * k, NORM_BLOCK)), project, keep, most, INTERPRETED,
