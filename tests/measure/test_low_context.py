@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.interpreter import run_interpreted
-from loka.formats import Spec, dequantize, quantize
+from loka.formats import Spec, quantize
 from loka.kernels import registry
 from loka.kernels.beam_attention.call import BeamAttentionCall
 from loka.measure.adapter import adapter_for
@@ -54,7 +54,9 @@ class Fp8:
 
     supports = staticmethod(LAW.supports)
 
-    def __init__(self, block=32, span=1 << 20, *, first=8.0, rounded=False, exact=True, wide=False, **parts: Any) -> None:
+    def __init__(
+        self, block=32, span=1 << 20, *, first=8.0, rounded=False, exact=True, wide=False, **parts: Any
+    ) -> None:
         self.block, self.span, self.first, self.rounded, self.exact = block, span, first, rounded, exact
         self.wide, self.parts = wide, parts
 
@@ -177,7 +179,12 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "call",
-    [call(1, 1, 11, 11, 3001, 128), call(8, 1, 11, 11, 3008, 128), call(2, 512, 4, 4, 3008, 128), call(2, 50, 4, 2, 37, 32)],
+    [
+        call(1, 1, 11, 11, 3001, 128),
+        call(8, 1, 11, 11, 3008, 128),
+        call(2, 512, 4, 4, 3008, 128),
+        call(2, 50, 4, 2, 37, 32),
+    ],
     ids=str,
 )
 def test_our_kernel_passes_on_a_gpu(call: BeamAttentionCall) -> None:
@@ -220,7 +227,9 @@ WRONG = {
     "first key left out": {"scores": without(0)},
     "last key left out": {"scores": without(-1)},
     "last key counted twice": {"scores": twice},
-    "scale of a head forgotten": {"scales": lambda made: replaced((slice(None), slice(None), 1), float(1 / made[0, 0, 1]))(made)},
+    "scale of a head forgotten": {
+        "scales": lambda made: replaced((slice(None), slice(None), 1), float(1 / made[0, 0, 1]))(made)
+    },
     "scale of a head of its neighbor": {"scales": lambda made: made[:, :, [0, 0, *range(2, made.shape[2])]]},
     "scale of a request forgotten": {"scales": lambda made: torch.cat([made[:-1], torch.ones_like(made[-1:])])},
     "scores 5 % off": {"scale": lambda scale: scale * 1.05},
@@ -258,6 +267,11 @@ def test_a_wrong_kernel_is_refused(wide: bool, call: BeamAttentionCall, name: st
     verdict = judge(Fp8(32, span, wide=wide, **WRONG[name]), call)
     assert not verdict
     assert verdict.error > OTHER_HEADROOM
+
+
+@pytest.mark.parametrize("name", ["one key too many", "one key too few", "one part dropped", "scores 5 % off"])
+def test_one_beam_of_a_large_model_shows_each_of_its_3000_keys(name: str) -> None:
+    assert not judge(Fp8(128, 256, **WRONG[name]), call(1, 1, 11, 11, 3001, 128))
 
 
 def test_a_wrong_result_in_one_place_or_of_another_type_is_refused() -> None:

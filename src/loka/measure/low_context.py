@@ -111,7 +111,7 @@ def _slices(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Iterator[_Slice
 
 def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> LowLaw:
     """Compute in float64, a few queries at a time to limit memory. k and v are in E4M3."""
-    (requests, beams, heads, d), s = q.shape, k.shape[1]
+    (requests, _, heads, d), s = q.shape, k.shape[1]
     rounded = dequantize(quantize(q.reshape(-1, d).float(), ROWS)).double().view(q.shape)
     nominal = _nominal(q, rounded)
     y, sigma = (torch.zeros(q.shape, dtype=torch.float64, device=q.device) for _ in range(2))
@@ -168,7 +168,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> LowLaw:
             behind = _weights(one.s[..., n:], total[at])
             of_key = torch.einsum("bhd,shd->bhs", sigma[at].square(), one.v[n:].square())
             key[one.r, :, n:] += (behind.square() * of_key).sum(0)
-    return LowLaw(Law(y.view(-1, d), sigma.view(-1, d)), rounded, k, v, lengths, total, gain, torch.stack(drift), key, own)
+    return LowLaw(
+        Law(y.view(-1, d), sigma.view(-1, d)), rounded, k, v, lengths, total, gain, torch.stack(drift), key, own
+    )
 
 
 def _nominal(q: Tensor, rounded: Tensor) -> Tensor:
