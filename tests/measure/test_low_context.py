@@ -146,6 +146,15 @@ def check_lengths(backend: Any, call: BeamAttentionCall, lengths: list[int]) -> 
         assert verdict, f"{name}: {verdict.reason}"
 
 
+def test_equal_keys_behind_the_end_do_not_condemn_a_correct_kernel() -> None:
+    """Errors of equal keys add up along their common value, which keys behind the end have, too."""
+    adapter = adapter_for("beam_attention")
+    adopted = adapter.adopt(call(1, 1, 3, 3, 40, 128, torch.float16, shared=True))
+    operands = adapter.operands(adopted, seed=55, distribution="alike_rows", device=CPU)
+    verdict = adapter.check(Fp8(64, first=8.7), adopted, operands)
+    assert verdict, verdict.reason
+
+
 LENGTHS = [
     (call(4, 1, 4, 4, 37, 32), [0, 1, 31, 37]),
     (call(4, 9, 2, 1, 80, 32, torch.float16), [80, 64, 17, 0]),

@@ -130,7 +130,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> LowLaw:
         mine = y[at] = torch.einsum("bhs,shd->bhd", p, v_)
         along_y = torch.einsum("bhd,shd->bhs", mine, v_)
         together, mean, most, bias = (torch.zeros_like(t) for t in (mine, p, p, total[at]))
-        of_gain, of_key = torch.zeros_like(bias), torch.zeros_like(p)
+        of_gain, of_key = torch.zeros_like(bias), torch.zeros_like(one.s)
         for shift in MAXIMA:
             weights = torch.exp2(s_ - top + (LARGEST - shift))
             e = (to_e4m3(weights).double() - weights) * (2.0 ** (shift - LARGEST) / denominator)
@@ -141,11 +141,12 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> LowLaw:
             most = torch.maximum(most, e.abs())
             bias += product / len(MAXIMA)
             of_gain += product.square() / len(MAXIMA)
-            of_key += torch.einsum("bhd,shd->bhs", error, v_).square() / len(MAXIMA)
-        squares = v_.square()
+            of_key += torch.einsum("bhd,shd->bhs", error, one.v).square() / len(MAXIMA)
+        every = one.v.square()
+        squares = every[:n]
         apart = torch.einsum("bhs,shd->bhd", mean, squares)
         of_gain = torch.maximum(of_gain, (mean * along_y.square()).sum(-1))
-        of_key = torch.maximum(of_key, torch.einsum("bhd,shd->bhs", apart, squares))
+        of_key = torch.maximum(of_key, torch.einsum("bhd,shd->bhs", apart, every))
         # scores, whose sums are truncated relative to their terms, and with a score its weight
         sizes = torch.einsum("bhd,shd->bhs", nominal[at].square(), nominal_size(k_, E4M3).square()) / d
         moved = (of_sums * p).square() * (sizes + (s_ / LOG2E).square())
@@ -161,13 +162,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> LowLaw:
         gain[at] = of_gain + (rest * mine.square()).sum(-1)
         of_type = ((mine.to(q.dtype).double() - mine) * mine).sum(-1)  # the same for beams with the same result
         drift[0][at], drift[1][at], drift[2][at] = bias, of_type, n / 32 * 2.0**-14 * mine.square().sum(-1)
-        of_key += torch.einsum("bhd,shd->bhs", rest, squares)
-        key[one.r, :, :n] += (p.square() * of_key).sum(0)
+        of_key += torch.einsum("bhd,shd->bhs", rest, every)
+        key[one.r] += (_weights(one.s, total[at]).square() * of_key).sum(0)  # also of keys behind the end
         own[one.r, :, :n] += (p * most).sum(0) * squares.sum(-1).T
-        if n < s:  # keys behind the end: as if they counted
-            behind = _weights(one.s[..., n:], total[at])
-            of_key = torch.einsum("bhd,shd->bhs", sigma[at].square(), one.v[n:].square())
-            key[one.r, :, n:] += (behind.square() * of_key).sum(0)
     return LowLaw(
         Law(y.view(-1, d), sigma.view(-1, d)), rounded, k, v, lengths, total, gain, torch.stack(drift), key, own
     )
