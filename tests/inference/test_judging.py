@@ -1,6 +1,7 @@
 """The engine judges the kernels of a bucket when it first runs: with a wrong one it answers nothing."""
 
 import importlib
+import math
 import time
 import warnings
 from dataclasses import replace
@@ -12,6 +13,8 @@ import torch
 from tests.planted import SINGLE, plant
 from torch import Tensor
 
+from loka.formats import Spec, dequantize
+from loka.formats import quantize as quantize_by_law
 from loka.inference import Engine, EngineConfig, tuning
 from loka.inference.engine import JUDGED
 from loka.kernels import registry
@@ -254,3 +257,52 @@ def test_wrong_experts_that_were_measured_by_an_earlier_gate_are_replaced(monkey
     last = engine.tuning.log[-1]
     assert (last.role, last.chosen) == (tuning.EXPERTS, "triton")
     assert "fails the conformance gate" in last.refused["triton fused"]
+
+
+def make_low(**options: Any) -> tuple[Any, Engine]:
+    model = make_model(d=128, heads=4)
+    config = EngineConfig(beams=8, requests=(1, 4), dtype="fp32", context_cache="e4m3", **options)
+    return model, Engine(model, config, valid=make_index(model).trie)
+
+
+def multiply_in_fp8(scale_off: float = 1.0) -> Any:
+    """Attention that rounds queries and weights, as our kernel for a GPU does."""
+    law = importlib.import_module("loka.kernels.beam_attention.reference")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+        low = dequantize(quantize_by_law(q.reshape(-1, q.shape[3]), Spec.parse("e4m3:row"))).view(q.shape)
+        s = torch.einsum("rbhd,rshd->rbhs", low.float(), k.float()) * scale * scale_off
+        seen = torch.arange(k.shape[1]) < lengths[:, None]
+        s = s.masked_fill(~seen[:, None, None], -torch.inf)
+        p = torch.exp2((s - s.amax(-1, keepdim=True)) * math.log2(math.e) + 8)
+        wide = torch.einsum("rbhs,rshd->rbhd", p.to(k.dtype).float(), torch.where(seen[:, :, None, None], v.float(), 0))
+        return (wide / p.sum(-1, keepdim=True)).to(q.dtype).contiguous()
+
+    return law, run
+
+
+def test_attention_to_a_context_in_fp8_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged without a note, taken if it is right; if its scores are 5 % off, another backend is."""
+    monkeypatch.setattr(registry, "_AVOIDED", {})
+    law, run = multiply_in_fp8()
+    plant(monkeypatch, "beam_attention", law, run=run)
+    registry._CACHE.clear()
+    model, engine = make_low()
+    requests = make_requests(model, (3, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.generate(requests)
+    judged = [one for one in engine.judge.judged if getattr(one.call, "cache", None) is not None]
+    assert judged
+    assert {one.backend for one in judged} == {"planted"}
+    assert not engine.judge.notes
+
+    law, run = multiply_in_fp8(1.05)
+    plant(monkeypatch, "beam_attention", law, run=run)
+    registry._CACHE.clear()
+    model, engine = make_low()
+    with pytest.warns(UserWarning, match=r"beam_attention runs on torch, since beam_attention on planted, .*float8_e4m3fn fails the conf"):  # fmt: skip
+        engine.generate(requests)
+    model, engine = make_low(backends=(("beam_attention", "planted"),))
+    with pytest.raises(ValueError, match=r"(?s)fail the conformance gate.*beam_attention on planted"):
+        engine.generate(requests)

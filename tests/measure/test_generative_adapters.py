@@ -32,6 +32,8 @@ EVERY = [
     ("grouped_mm", "e4m3:1x128@e4m3:128x128|4"),
     ("beam_attention", "4/2x16|bfloat16"),
     ("beam_attention", "4/2x16|shared|ragged|float32"),
+    ("beam_attention", "4/2x16|ragged|fp8|bfloat16"),
+    ("beam_attention", "4/2x16|shared|fp8|float32"),
     ("beam_attention", "ancestors 4x16|bfloat16"),
     ("beam_attention", "ancestors 4x16>e4m3:row|keep|float32"),
     ("topk", "float32"),
@@ -129,6 +131,8 @@ def test_what_must_move() -> None:
     assert adapter.flops(call) == 2 * 60 * 256 * 128
     adapter, call, _ = prepare("beam_attention", "4/2x16|shared|ragged|float32")
     assert adapter.bytes_moved(call) == 4 * (2 * 2 * 9 * 4 * 16 + 2 * 40 * 2 * 16)
+    adapter, call, _ = prepare("beam_attention", "4/2x16|fp8|float16")
+    assert adapter.bytes_moved(call) == 2 * 2 * 2 * 9 * 4 * 16 + 2 * 2 * 40 * 2 * 16
     adapter, call, _ = prepare("topk", "bfloat16|beams=6|masked")
     assert adapter.bytes_moved(call) == 3 * 6 * 600 * 3
 

@@ -174,8 +174,8 @@ def test_gradients_of_our_own_kernels_pass_on_a_gpu(op: str, call: Any, dtype: t
                 assert verdict, f"{name}, gradient {gradient}: {verdict.reason}"
 
 
-def test_attention_to_a_context_in_fp8_is_not_judged_as_if_it_were_in_16_bits() -> None:
+def test_attention_to_a_context_in_fp8_is_judged() -> None:
     plain = BeamAttentionCall(2, 5, 4, 2, 19, 16)
     assert judge_call(KernelCall("beam_attention", "torch", plain), "cpu")
     low = replace(plain, cache=torch.float8_e4m3fn)
-    assert judge_call(KernelCall("beam_attention", "triton", low), "cpu") is None
+    assert judge_call(KernelCall("beam_attention", "torch", low), "cpu")

@@ -1,10 +1,12 @@
 """Benchmark adapter of beam_attention: requests of several beams over a context (shape requests x beams x context).
 
 A variant is `HEADS/GROUPSxD`, e.g. `11/11x128`. Options: `shared` (values are the keys), `ragged` (requests of
-different lengths), and a dtype. Decode steps are `ancestors ...` (`loka.measure.ancestors`).
+different lengths), `fp8` (the context is in E4M3), and a dtype. Decode steps are `ancestors ...`
+(`loka.measure.ancestors`).
 
 Compared with softmax attention in float64. The tolerance allows for weights that are rounded to 16-bit before they
-multiply the values, and for the rounding of the result.
+multiply the values, and for the rounding of the result. A context in E4M3 may also be multiplied in FP8
+(`loka.measure.low_context`).
 """
 
 import math
@@ -19,10 +21,13 @@ from torch import Tensor
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
-from loka.measure import ancestors, conformance, inputs, peaked
+from loka.measure import ancestors, conformance, inputs, low_context, peaked
 from loka.measure.conformance import ULP, Conformance, Law
+from loka.measure.fused import judge_twice
 from loka.measure.inputs import Shape
+from loka.measure.low_context import LowLaw
 from loka.measure.op import Op, read_variant, spell_variant
+from loka.measure.rounding import as_share
 from loka.measure.timing import Thunk
 
 _SLICE = 1 << 27  # elements of float64 scores at a time
@@ -33,6 +38,11 @@ class RaggedCall(BeamAttentionCall):
     """A call with the options of its variant."""
 
     ragged: bool = False
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the context is in E4M3."""
+        return self.cache is not None
 
     def __str__(self) -> str:
         return f"{super().__str__()}{', ragged' if self.ragged else ''}"
@@ -50,6 +60,15 @@ class BeamOperands:
 
 
 Call = RaggedCall | AncestorAttentionCall
+OPTIONS = ("shared", "ragged", "fp8")
+
+
+@dataclass(frozen=True)
+class EitherLaw:
+    """The exact results for a context in E4M3: of a kernel that widens it, and of one that multiplies in FP8."""
+
+    wide: Law
+    low: LowLaw
 
 
 class BeamAttention(Op[Call]):
@@ -62,14 +81,11 @@ class BeamAttention(Op[Call]):
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
 
     def adopt(self, call: Any) -> Call | None:
-        """See `Op.adopt`. A model's requests differ in length.
-
-        A context in FP8 is not checked: queries are rounded, too, by a scale of their own.
-        """
+        """See `Op.adopt`. A model's requests differ in length."""
         if isinstance(call, AncestorAttentionCall):
             return call
         made = super().adopt(call)
-        if not isinstance(made, RaggedCall) or made.cache is not None:
+        if not isinstance(made, RaggedCall):
             return None
         return made if made is call else replace(made, ragged=True)
 
@@ -83,25 +99,30 @@ class BeamAttention(Op[Call]):
         if variant.startswith(ancestors.HEAD):
             return ancestors.parse(shape, variant)
         match, options, dtype = read_variant(
-            variant, r"(\d+)/(\d+)x(\d+)", ("shared", "ragged"), f"HEADS/GROUPSxD[|shared][|ragged][|dtype]; e.g. {self.VARIANTS[0]}"
+            variant, r"(\d+)/(\d+)x(\d+)", OPTIONS, f"HEADS/GROUPSxD[|shared][|ragged][|fp8][|dtype]; e.g. {self.VARIANTS[0]}"
         )  # fmt: skip
         h, g, d = (int(part) for part in match.groups())
         requests, beams, length = shape
-        return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, ragged="ragged" in options)
+        cache = torch.float8_e4m3fn if "fp8" in options else None
+        return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, cache, "ragged" in options)
 
     def spell(self, call: Call) -> str:
         """See `Op.spell`."""
         if isinstance(call, AncestorAttentionCall):
             return ancestors.spell(call)
-        return spell_variant(f"{call.heads}/{call.groups}x{call.d}", call, ("shared", "ragged"))
+        return spell_variant(f"{call.heads}/{call.groups}x{call.d}", call, OPTIONS)
 
     def operands(self, call: Call, *, seed: int, distribution: str, device: torch.device) -> Any:
         """Draw keys from the distribution, the rest normal; ragged lengths from a third to all of the context.
 
-        A single request has all of it or, with every other seed, two thirds.
+        A single request has all of it or, with every other seed, two thirds. A context in E4M3 lies as an engine has it.
         """
         if isinstance(call, AncestorAttentionCall):
             return ancestors.draw(call, seed=seed, distribution=distribution, device=device)
+        if call.fp8:
+            o = self.operands(replace(call, cache=None), seed=seed, distribution=distribution, device=device)
+            k = low_context.to_e4m3(o.k)
+            return replace(o, k=k, v=k if call.shared else low_context.as_columns(low_context.to_e4m3(o.v)))
 
         def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
             return inputs.draw(rows, call.d, distribution=kind, seed=3 * seed + part, device=device, dtype=call.dtype)
@@ -130,18 +151,25 @@ class BeamAttention(Op[Call]):
         o: BeamOperands = operands
         return lambda: backend.run(o.q, o.k, o.v, o.lengths, scale=o.q.shape[3] ** -0.5)
 
-    def exact(self, call: Call, operands: Any) -> Law:
+    def exact(self, call: Call, operands: Any) -> Law | EitherLaw:
         """See `Op.exact`."""
-        return ancestors.exact(call, operands) if isinstance(call, AncestorAttentionCall) else _law(operands)
+        if isinstance(call, AncestorAttentionCall):
+            return ancestors.exact(call, operands)
+        if not call.fp8:
+            return _law(operands)
+        o: BeamOperands = operands
+        return EitherLaw(_law(o), low_context.exact(o.q, o.k, o.v, o.lengths))
 
     def shows_nan(self, call: Call) -> bool:
         """See `Op.shows_nan`."""
         return True
 
-    def compare(self, backend: Backend, call: Call, operands: Any, exact: Callable[[], Law]) -> Conformance:
+    def compare(self, backend: Backend, call: Call, operands: Any, exact: Callable[[], Any]) -> Conformance:
         """Check against float64, plain and with poisoned allocations."""
         if isinstance(call, AncestorAttentionCall):
             return ancestors.compare(backend, call, operands, exact, _allowed(call))
+        if call.fp8:
+            return judge_twice(self.thunk(backend, call, operands), lambda out: _judge_either(out, call, exact()))
         return self._judge(self.thunk(backend, call, operands), call, exact, poison=True)
 
     def _judge(self, run: Thunk, call: RaggedCall, exact: Callable[[], Law], *, poison: bool) -> Conformance:
@@ -152,7 +180,7 @@ class BeamAttention(Op[Call]):
         """Return torch's attention over the whole context. Lengths are ignored: torch is fastest without a mask."""
         if isinstance(call, AncestorAttentionCall):
             return self.thunk(registry.backend(self.op, "torch"), replace(call, spec=None), operands)
-        q, k, v = (t.transpose(1, 2) for t in (operands.q, operands.k, operands.v))
+        q, k, v = (t.to(call.dtype).transpose(1, 2) for t in (operands.q, operands.k, operands.v))
         grouped = call.heads != call.groups
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
@@ -170,13 +198,26 @@ class BeamAttention(Op[Call]):
         if isinstance(call, AncestorAttentionCall):
             return ancestors.bytes_moved(call)
         context = call.requests * call.length * call.groups * call.d * (1 if call.shared else 2)
-        return (2 * call.requests * call.beams * call.heads * call.d + context) * call.dtype.itemsize
+        rows = 2 * call.requests * call.beams * call.heads * call.d
+        return rows * call.dtype.itemsize + context * (call.cache or call.dtype).itemsize
 
     def flops(self, call: Call) -> int:
         """Count two products over the full context, also for ragged requests; 0 for decode steps, which use none."""
         if isinstance(call, AncestorAttentionCall):
             return 0
         return 4 * call.requests * call.beams * call.heads * call.length * call.d
+
+
+def _judge_either(out: Tensor, call: RaggedCall, exact: EitherLaw) -> Conformance:
+    """Judge a result as that of a kernel that widens the context, or else of one that multiplies in FP8."""
+    expected = (call.requests, call.beams, call.heads, call.d)
+    if out.shape != expected:
+        return Conformance.failed(f"result is {tuple(out.shape)}, expected {expected}", 1.0)
+    wide = as_share(conformance.judge(out.reshape(-1, call.d), exact.wide, _allowed(call), call.dtype))
+    if wide:
+        return wide
+    low = low_context.judge_low(out, exact.low, call.dtype)
+    return min(low, wide, key=lambda verdict: (not verdict, verdict.error))
 
 
 def _make_peaked(call: RaggedCall, o: BeamOperands, *, seed: int) -> None:

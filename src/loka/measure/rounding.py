@@ -53,7 +53,7 @@ def remembering() -> Iterator[None]:
         _local.right = outer
 
 
-def _judge_once(out: QTensor | Tensor, exact: Tensor, what: str, judge: Callable[[], Conformance]) -> Conformance:
+def judge_once(out: QTensor | Tensor, exact: Tensor, what: str, judge: Callable[[], Conformance]) -> Conformance:
     """Judge a result, unless its bits are remembered."""
     right: dict[str, _Right] | None = getattr(_local, "right", None)
     known = None if right is None else right.get(what)
@@ -107,7 +107,7 @@ def judge_near(
         return Conformance.failed(f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}", allowed)
     if exact.numel() == 0:
         return Conformance(True, 0.0, allowed)
-    return _judge_once(out, exact, what, partial(_judge_near, out, exact, allowed, what, slices, size))
+    return judge_once(out, exact, what, partial(_judge_near, out, exact, allowed, what, slices, size))
 
 
 def _judge_near(
@@ -152,7 +152,7 @@ def judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, *, what: 
         return Conformance.failed(f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}", 1.0)
     if exact.numel() == 0:
         return Conformance(True, 0.0, 1.0)
-    return _judge_once(out, exact, what, partial(_judge_rounded, out, exact, error, what))
+    return judge_once(out, exact, what, partial(_judge_rounded, out, exact, error, what))
 
 
 def _judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, what: str) -> Conformance:

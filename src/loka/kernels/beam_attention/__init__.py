@@ -23,7 +23,8 @@ def beam_attention(
     Args:
         q: [R, B, H, D].
         k, v: [R, S, G, D] in q's dtype, or float8_e4m3fn without scales; a backend that then multiplies in FP8 rounds
-            queries and weights as well. Query head h reads key-value head h // (H / G). If k and v are equal, pass the
+            queries by e4m3:row, each head of a beam by its own scale, and 256 times the weights relative to the largest
+            so far. Query head h reads key-value head h // (H / G). If k and v are equal, pass the
             same tensor twice: it is then read once.
         lengths: int32 or int64 [R]; request r attends to its first lengths[r] keys.
         scale: multiplies the scores; None for 1 / sqrt(D).
