@@ -94,7 +94,7 @@ SECTIONS = (
      "which are x once, or twice where a scale depends on all of it, and every result once. \"Small\" matrices have less than 8 million elements; a copy of them takes 2 to 8 us, about as long as a launch, and scales that depend on all of x take a second one."),
     ("What a probe costs", kernels.probe_table, "Statistics of every linear, including gradients, on one step in 100."),
     ("How long an evaluation takes", kernels.evaluate_table,
-     "`probe.evaluate()` with its defaults: three recipes on two backends, four distributions, every kernel judged by the conformance gate, and times, beside an idle training process. The target is 1.5 s a linear."),
+     "`probe.evaluate()` with its defaults: three recipes on two backends, four distributions, every kernel judged by the conformance gate, and times, beside an idle training process. The target is 1.5 s a linear. The first look is of a later commit than the other row, which has not been measured again since kernels of chains and of candidates are judged while the others compile."),
     ("The kernels of generation", lambda: kernels.bench_table("h200/generative_kernels.json"),
      "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context. The record has every tile that was tried."),
     ("The generative engine", generative.engine_table,
