@@ -35,10 +35,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="wukong,dlrm")
+    parser.add_argument(
+        "--caches", default="cold,warm", help="cold, or cold,warm: the second takes what the first left"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=int, help="of a batch, instead of each model's own")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.caches not in ("cold", "cold,warm"):
+        parser.error(f"--caches {a.caches}: expected cold, or cold,warm")
     if a.one:
         print("TIMED " + json.dumps(evaluate(a.one, a.device, a.rows)))
         return 0
@@ -46,7 +51,7 @@ def main() -> int:
     body = {"environment": describe_run(a.device), "bar_seconds_a_linear": BAR, "rows": []}
     for model in a.models.split(","):
         with tempfile.TemporaryDirectory() as cache:
-            for cached in ("cold", "warm"):
+            for cached in a.caches.split(","):
                 row = {"model": model, "cache": cached, **run(model, a, cache)}
                 body["rows"].append(row)
                 a.out.write_text(json.dumps(body, indent=1))

@@ -139,6 +139,7 @@ JOBS = (
     gpu("trained-hstu", "trained_hstu", "trained.py --root {data} --families hstu --arms bf16,tuned --out {out} --seconds 230", 300),
     gpu("trained-interformer", "trained_interformer", "trained.py --root {data} --families interformer --arms bf16,tuned --out {out} --seconds 240", 310),
     gpu("evaluate", "evaluate_time", "evaluate_time.py --out {out}", 270),
+    gpu("evaluate-cold", "evaluate_time_cold", "evaluate_time.py --models wukong --caches cold --out {out}", 150),
     gpu("policies", "policies", "policies.py --tuned {results}/h200/tune_zoo_wukong.json --out {out} --seconds 240", 320),
     gpu("learned", "learned_wukong", "learned.py --root {data} --out {folder} --families wukong --samples 60", 240),
     gpu("shapes", "shapes", "shapes.py --out {out} --seconds 60", 120),
