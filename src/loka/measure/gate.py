@@ -13,9 +13,9 @@ If the backend supports prepared weights, every other call of rounds 2 and 3 use
 comes from another thread and, on a GPU, another stream, as those of a backward pass or a captured step do. A quantizer,
 which has fewer sets, runs rounds 2 and 3 twice.
 
-Every other op runs on five distributions of `inputs` through its benchmark adapter (softmax attention on a sixth, `peaked`), six
-times on each, every second time in the buffers of the others, and at last on operands with a NaN, where the exact result says where it must be seen. Its
-operands must not change.
+Every other op runs on five distributions of `inputs` through its benchmark adapter (softmax attention on a sixth,
+`peaked`), six times on each, every second time in the buffers of the others, and at last on operands with a NaN, where
+the exact result says where it must be seen. Its operands must not change.
 
 The first result of a set is compared with the exact one, element by element (`comparison`). Later results are compared
 with the first bit by bit and, if they differ, with the exact one: a kernel may add in another order each time, but must
@@ -38,9 +38,9 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -62,9 +62,9 @@ from loka.measure.conformance import (
     accumulation_error,
     check_by_chance,
     check_quantized,
-    poisoned_allocations,
 )
 from loka.measure.rounding import remembering
+from loka.measure.rounds import FRESH, Round, call_kernel, describe_call, fill_memory, order_calls, other_thread
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
 from loka.records.prose import spell_error
 
@@ -82,25 +82,6 @@ LAW_SHAPE = {"m": 256, "k": 1024}
 BLOCK = 128
 LAWS = (matmul_reference.run, quantize_reference.run, quantize_by_law)  # as of import: tests may replace them later
 
-
-@dataclass(frozen=True)
-class Round:
-    """Where the operands of a round are placed, and what unused memory contains."""
-
-    place: Place
-    leftover: float | None  # the content of freed memory
-    poison: bool = False  # whether torch fills every allocation with NaN
-
-    def at(self, number: int) -> "Round":
-        """Return the round for one of its calls: every other shifted call uses slices instead."""
-        return replace(self, place="slices") if self.place == "shifted" and number % 2 else self
-
-    def is_elsewhere(self, number: int) -> bool:
-        """Return True if one of its calls comes from another thread and stream."""
-        return self.place != "fresh" and number % 5 == 4
-
-
-FRESH, REUSED, MOVED = Round("fresh", math.nan), Round("reused", None, poison=True), Round("shifted", 1e4)
 
 _ANSWERS: dict[tuple[Any, ...], tuple[Conformance, Any]] = {}
 
@@ -286,69 +267,6 @@ def _shrink(size: int, limit: int) -> int:
     return size if size <= limit + BLOCK else limit + size % BLOCK
 
 
-def _steps(backend: Any, names: tuple[str, ...], *, moved: bool = True) -> Iterator[tuple[int, Round, str]]:
-    """Yield (number of the call, round, set) in the order of execution; each round begins with another set."""
-    if _is_reference(backend):
-        yield from ((number, FRESH, name) for number, name in enumerate(("spread", "extreme")))
-        return
-    last = MOVED if moved else FRESH
-    rounds = (FRESH, REUSED, last) if len(names) > 8 else (FRESH, REUSED, last, REUSED, last)
-    for turn, round_ in enumerate(rounds):
-        for place, name in enumerate(names[5 * turn % len(names) :] + names[: 5 * turn % len(names)]):
-            number = turn * len(names) + place
-            yield number, round_.at(place // 2 + turn), name
-
-
-def _fill_memory(round_: Round, size: int, device: torch.device) -> AbstractContextManager[None]:
-    """Fill the memory that the allocator hands out next as the round requires."""
-    if round_.leftover is not None:
-        blocks = [torch.full((max(size, 1),), round_.leftover, dtype=torch.float32, device=device) for _ in range(2)]
-        del blocks
-    return poisoned_allocations() if round_.poison else nullcontext()
-
-
-def _other_thread() -> ThreadPoolExecutor:
-    """Return a new thread for such calls, of one judged kernel: what others left in their threads is not in it."""
-    return ThreadPoolExecutor(1, "judge-elsewhere")
-
-
-def _call(run: Callable[[], Any], device: torch.device, elsewhere: ThreadPoolExecutor | None) -> Any:
-    """Call a kernel, from another thread and stream if one is given."""
-    if elsewhere is None:
-        return run()
-    here = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    return elsewhere.submit(_call_after, here, run, device).result()
-
-
-@torch.no_grad()
-def _call_after(stream: torch.cuda.Stream | None, run: Callable[[], Any], device: torch.device) -> Any:
-    """Call a kernel on another stream, after what is queued on one."""
-    if stream is None:
-        return run()
-    own = _side_stream(device)
-    own.wait_stream(stream)
-    with torch.cuda.device(device), torch.cuda.stream(own):
-        result = run()
-    own.synchronize()
-    return result
-
-
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of such calls, always the same: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _describe(round_: Round, number: int, name: str, reason: str) -> str:
-    places = {
-        "reused": " in reused buffers, poisoned memory",
-        "shifted": " at odd addresses",
-        "slices": " with odd strides",
-    }
-    where = places.get(round_.place, "") + ", called from another thread" * round_.is_elsewhere(number)
-    return f"on {name} operands{where}: {reason}"
-
-
 def allow(call: MatmulCall) -> float:
     """Return the bound on the accumulation error for `comparison.compare_product`, for the call's K and formats."""
     # without scales along K, as if the sum were never moved to float32
@@ -412,7 +330,7 @@ class _MatmulTrial:
     def step(self, number: int, round_: Round, name: str) -> Conformance:
         """Run and judge one call."""
         chosen = self.sets[name]
-        with _fill_memory(round_, self.call.m * self.call.n, self.device):
+        with fill_memory(round_, self.call.m * self.call.n, self.device):
             out, a, b, beside = self._run(chosen, round_, number)
         # Until the next set: the next backend, which must compute the same, might get memory that has it already.
         self.last = out
@@ -461,7 +379,7 @@ class _MatmulTrial:
         around = Surroundings(a.data, a.scale, b.data, b.scale)
         weight = prepare_for(self.backend, b, a.spec) if round_ is not FRESH and number % 2 == 0 else b
         run = partial(self.backend.run, a, weight, out_dtype=self.call.out_dtype, fast_accum=self.call.fast_accum)
-        out = _call(run, self.device, self._thread if round_.is_elsewhere(number) else None)
+        out = call_kernel(run, self.device, self._thread if round_.is_elsewhere(number) else None)
         return out, a, b, around.changed()
 
 
@@ -482,10 +400,9 @@ def _judge_matmuls(
     worst, ended = [0.0] * len(backends), dict[int, Conformance]()
     with ExitStack() as threads:
         trials = [
-            _MatmulTrial(backend, call, device, operands, threads.enter_context(_other_thread()))
-            for backend in backends
+            _MatmulTrial(backend, call, device, operands, threads.enter_context(other_thread())) for backend in backends
         ]
-        for number, round_, name in _steps(backends[0], MATMUL_SETS, moved=moved):
+        for number, round_, name in order_calls(MATMUL_SETS, reference=_is_reference(backends[0]), moved=moved):
             for at, trial in enumerate(trials):
                 if at in ended:
                     continue
@@ -498,7 +415,7 @@ def _judge_matmuls(
                 else:
                     worst[at] = max(worst[at], verdict.error)
                     if not verdict:
-                        reason = _describe(round_, number, name, verdict.reason)
+                        reason = describe_call(round_, number, name, verdict.reason)
                         ended[at] = Conformance(False, verdict.error, trial.allowed, reason)
                 if at in ended:
                     trial.first.clear()  # of no use any more
@@ -516,23 +433,23 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device, *, m
     )
     options = _OnDemand(lambda name: options_of(call, inputs_[name]))
     expected = _OnDemand(lambda name: _make_checks(call.spec, inputs_[name], options[name]))
-    with _other_thread() as thread:
-        for number, round_, name in _steps(backend, QUANTIZE_SETS, moved=moved):
+    with other_thread() as thread:
+        for number, round_, name in order_calls(QUANTIZE_SETS, reference=_is_reference(backend), moved=moved):
             x = arrangement.put(inputs_[name], round_.place, number, role="x")
             around = Surroundings(x)
-            with _fill_memory(round_, call.m * call.k, device):
+            with fill_memory(round_, call.m * call.k, device):
                 run = partial(backend.run, x, call.spec, **options[name])
-                found = _call(run, device, thread if round_.is_elsewhere(number) else None)
+                found = call_kernel(run, device, thread if round_.is_elsewhere(number) else None)
             wanted = expected[name]
             given, *same = all_unchanged([(x, inputs_[name]), *_parts_of(found, wanted)])
             for q, check in () if same and all(same) else zip(found, wanted, strict=True):
                 verdict = check_quantized(q, check) if isinstance(check, QTensor) else check(q) if check else None
                 if verdict is not None and not verdict:
-                    return Conformance(False, verdict.error, 0.0, _describe(round_, number, name, verdict.reason))
+                    return Conformance(False, verdict.error, 0.0, describe_call(round_, number, name, verdict.reason))
             if not given:
-                return Conformance.failed(_describe(round_, number, name, "it writes into its input"))
+                return Conformance.failed(describe_call(round_, number, name, "it writes into its input"))
             if around.changed():
-                return Conformance.failed(_describe(round_, number, name, "it writes beside its input"))
+                return Conformance.failed(describe_call(round_, number, name, "it writes beside its input"))
     return Conformance(True, 0.0, 0.0)
 
 
