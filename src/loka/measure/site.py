@@ -113,7 +113,18 @@ def time_jobs(
     seconds: float = 60.0,
     distributions: Sequence[str] = (),
 ) -> list[list[SiteTiming]]:
-    """Time several GEMMs within one time limit."""
+    """Time several GEMMs.
+
+    Args:
+        jobs: the GEMMs, each with its candidates.
+        device: the device; on a CPU nothing is timed.
+        repeats: measurements of each candidate.
+        seconds: the time limit for all of them; what does not begin within it says so.
+        distributions: of operands on which errors are measured, too.
+
+    Returns:
+        For each job its candidates' times, or why there are none, in the order of the candidates.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return [[SiteTiming(c, refusal=NO_GPU) for c in job.candidates] for job in jobs]

@@ -15,7 +15,18 @@ Values = tuple[float, float, float, float]  # mere, relative L2, saturated, unde
 def summarise_draws(
     values: Sequence[Values], weights: Sequence[int], source: Source, rows: int, generator: torch.Generator
 ) -> DistributionError | str:
-    """Summarize draws: means with a bootstrap of the mean. Draws that share a weight are resampled together."""
+    """Summarize draws: means with a bootstrap of the mean.
+
+    Args:
+        values: of each draw.
+        weights: the number of each draw's weight; draws that share one are resampled together.
+        source: the distribution they are from, for the record.
+        rows: of each draw, for the record.
+        generator: of the bootstrap.
+
+    Returns:
+        The record, or why there is none.
+    """
     table = torch.tensor(values, dtype=torch.float64)
     if not bool(table[:, :2].isfinite().all()):
         worst = table[~table[:, :2].isfinite().all(1)][0].tolist()
